@@ -459,11 +459,11 @@ pub fn cases_from_env(backend: &dyn DecodeAttention) -> Result<(Vec<Case>, usize
     if let Ok(seed) = std::env::var("ATTN_CASE") {
         cases.retain(|case| case.seed.to_string() == seed);
         if cases.is_empty() {
-            return Err(Error::Parameter {
-                what: "ATTN_CASE",
-                given: seed,
-                allowed: "the seed of a case of the table",
-            });
+            return Err(Error::parameter(
+                "ATTN_CASE",
+                &seed,
+                "the seed of a case of the table",
+            ));
         }
     }
     Ok((cases, threads))

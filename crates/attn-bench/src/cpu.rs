@@ -294,11 +294,11 @@ pub fn check_threads(threads: usize) -> Result<(), Error> {
     if (1..=MOST_THREADS).contains(&threads) {
         return Ok(());
     }
-    Err(Error::Parameter {
-        what: "threads",
-        given: threads.to_string(),
-        allowed: "1 to 1024; one per core is the fastest",
-    })
+    Err(Error::parameter(
+        "threads",
+        threads,
+        "1 to 1024; one per core is the fastest",
+    ))
 }
 
 /// The CPU on a pool of so many threads, in which steps and reads run.

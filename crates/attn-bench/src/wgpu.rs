@@ -345,11 +345,11 @@ impl WgpuTimer {
         let view = rows.view()?;
         let most = self.backend.wgpu_device().limits().max_buffer_size;
         if view.k().codes.len().max(view.v().codes.len()) as u64 > most {
-            return Err(Error::Parameter {
-                what: "wgpu: contiguous cache to time",
-                given: format!("{} bytes of K", view.k().codes.len()),
-                allowed: "what the adapter's largest buffer holds",
-            });
+            return Err(Error::parameter(
+                "wgpu: contiguous cache to time",
+                format_args!("{} bytes of K", view.k().codes.len()),
+                "what the adapter's largest buffer holds",
+            ));
         }
         let both = [view.k(), view.v()];
         let copies: Vec<DeviceCopy> = (0..workload.copies(ROTATED, MOST_COPIES))

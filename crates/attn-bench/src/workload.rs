@@ -221,26 +221,26 @@ impl Workload {
     /// [`Error::Parameter`].
     pub fn check_for_caches(&self) -> Result<(), Error> {
         if self.cache == CacheLayout::PagedBsnh {
-            return Err(Error::Parameter {
-                what: "cache to time",
-                given: "another engine's pages".to_owned(),
-                allowed: "pages of the library and contiguous caches; CUDA's native entry reads others",
-            });
+            return Err(Error::parameter(
+                "cache to time",
+                format_args!("another engine's pages"),
+                "pages of the library and contiguous caches; CUDA's native entry reads others",
+            ));
         }
         if self.operation.is_by_slots() {
-            return Err(Error::Parameter {
-                what: "append to time",
-                given: "one by slots".to_owned(),
-                allowed: "appends by sequence; slots are for the pools of CUDA's native entry",
-            });
+            return Err(Error::parameter(
+                "append to time",
+                format_args!("one by slots"),
+                "appends by sequence; slots are for the pools of CUDA's native entry",
+            ));
         }
         let fills = |len: &usize| len.is_multiple_of(self.page_size);
         if self.operation != Operation::Decode && self.problem.kv_lens.iter().all(fills) {
-            return Err(Error::Parameter {
-                what: "append to time",
-                given: "one that fills every page".to_owned(),
-                allowed: "lengths that differ: this timer's caches grow, so that only the first append would fill pages",
-            });
+            return Err(Error::parameter(
+                "append to time",
+                format_args!("one that fills every page"),
+                "lengths that differ: this timer's caches grow, so that only the first append would fill pages",
+            ));
         }
         Ok(())
     }

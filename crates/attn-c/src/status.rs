@@ -6,7 +6,7 @@ use std::{
     panic::{AssertUnwindSafe, catch_unwind},
 };
 
-use attn::{Error, Unsupported};
+use attn::{Error, ErrorKind, Unsupported};
 
 /// What a call came to. After any but ATTN_STATUS_OK, the cache and the outputs are unchanged, unless the status is ATTN_STATUS_DEVICE or
 /// ATTN_STATUS_INTERNAL.
@@ -81,28 +81,34 @@ impl Failure {
     }
 }
 
+impl From<ErrorKind> for Status {
+    fn from(kind: ErrorKind) -> Self {
+        match kind {
+            ErrorKind::Parameter => Status::Parameter,
+            ErrorKind::Shape => Status::Shape,
+            ErrorKind::Number => Status::Number,
+            ErrorKind::CacheFull => Status::CacheFull,
+            ErrorKind::Sequence => Status::Sequence,
+            ErrorKind::OutOfMemory => Status::OutOfMemory,
+            ErrorKind::Unsupported => Status::Unsupported,
+            ErrorKind::Device => Status::Device,
+        }
+    }
+}
+
 impl From<Error> for Failure {
     fn from(error: Error) -> Self {
-        let status = match &error {
-            Error::Parameter { .. } | Error::BadBytes { .. } | Error::Layer { .. } => {
-                Status::Parameter
+        let error = match error {
+            Error::Unsupported(Unsupported::NotBuilt { backend }) => {
+                Error::Unsupported(Unsupported::Absent {
+                    backend,
+                    reason: "this build of libattn leaves it out".to_owned(),
+                    next_step: format!("build attn-c with `--features {backend}`"),
+                })
             }
-            Error::Length { .. }
-            | Error::Shape { .. }
-            | Error::Mismatch { .. }
-            | Error::ImageMismatch { .. }
-            | Error::Step { .. }
-            | Error::Dropped { .. } => Status::Shape,
-            Error::NotFinite { .. } | Error::Magnitude { .. } | Error::QueryRange { .. } => {
-                Status::Number
-            }
-            Error::CacheFull { .. } => Status::CacheFull,
-            Error::Sequence { .. } => Status::Sequence,
-            Error::OutOfMemory { .. } => Status::OutOfMemory,
-            Error::Unsupported(_) => Status::Unsupported,
-            Error::Device { .. } | Error::WrongBackend { .. } => Status::Device,
-            _ => Status::Internal,
+            error => error,
         };
+        let status = error.kind().into();
         let mut sentence = error.to_string();
         let mut cause = std::error::Error::source(&error);
         while let Some(error) = cause {

@@ -157,11 +157,11 @@ impl QuantizedKvCache {
         mut problems: Vec<Problem>,
     ) -> Result<Self, Error> {
         if problems.len() != config.layers {
-            return Err(attn::Error::Parameter {
-                what: "the number of problems",
-                given: format!("{} for {} layers", problems.len(), config.layers),
-                allowed: "one for each layer of the config",
-            }
+            return Err(attn::Error::parameter(
+                "the number of problems",
+                format_args!("{} for {} layers", problems.len(), config.layers),
+                "one for each layer of the config",
+            )
             .into());
         }
         for problem in &mut problems {

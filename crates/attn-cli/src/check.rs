@@ -24,7 +24,7 @@ fn kernels(backend: &dyn DecodeAttention) -> (Vec<String>, Vec<usize>) {
     let mut formats = vec![KvFormat::INT8, KvFormat::INT8_INT4, KvFormat::INT4];
     for scheme in Scheme::ALL {
         let format = KvFormat::same(scheme);
-        if format.check(128, 64).is_ok() && !formats.contains(&format) {
+        if format.check(128).is_ok() && !formats.contains(&format) {
             formats.push(format);
         }
     }

@@ -71,6 +71,14 @@ enum Command {
     /// What cache formats do to a model's predictions of a text.
     #[cfg(feature = "llm")]
     Perplexity(llm::PerplexityArgs),
+    /// Text from prompts; not in this build, which has no feature `llm`.
+    #[cfg(not(feature = "llm"))]
+    #[command(disable_help_flag = true)]
+    Generate(ModelArgs),
+    /// What cache formats do to a model's predictions of a text; not in this build, which has no feature `llm`.
+    #[cfg(not(feature = "llm"))]
+    #[command(disable_help_flag = true)]
+    Perplexity(ModelArgs),
     /// A script that completes commands and options in a shell, on standard output.
     Completions {
         /// The shell.
@@ -78,10 +86,30 @@ enum Command {
     },
 }
 
+/// The arguments of commands that this build leaves out.
+#[cfg(not(feature = "llm"))]
+#[derive(clap::Args)]
+struct ModelArgs {
+    #[arg(hide = true, trailing_var_arg = true, allow_hyphen_values = true)]
+    _arguments: Vec<std::ffi::OsString>,
+}
+
 /// How backends are opened: as the library does it, or as a test needs it.
 struct Backends {
     open: fn(BackendId) -> Result<Box<dyn DecodeAttention>, Unsupported>,
     select: fn(Option<BackendId>) -> Result<Selection, Error>,
+}
+
+/// The refusal of a backend, where the program leaves it out with the way to a program that has it.
+fn of_program(reason: Unsupported) -> Unsupported {
+    match reason {
+        Unsupported::NotBuilt { backend } => Unsupported::Absent {
+            backend,
+            reason: "this build of attn leaves it out".to_owned(),
+            next_step: format!("build attn-cli with `--features {backend}`"),
+        },
+        reason => reason,
+    }
 }
 
 /// Exit codes.
@@ -95,8 +123,13 @@ pub fn main() -> ExitCode {
     let (mut out, mut err) = (io::stdout().lock(), io::stderr());
     let mut console = Console::new(&mut out, &mut err);
     let here = Backends {
-        open: attn::open,
-        select: attn::select,
+        open: |id| attn::open(id).map_err(of_program),
+        select: |wanted| {
+            attn::select(wanted).map_err(|error| match error {
+                Error::Unsupported(reason) => of_program(reason).into(),
+                error => error,
+            })
+        },
     };
     ExitCode::from(match Args::try_parse() {
         Ok(args) => {
@@ -146,6 +179,15 @@ fn ending(result: Result<bool>, console: &mut Console<'_>) -> u8 {
     }
 }
 
+/// Refuses a command that takes the feature `llm`.
+#[cfg(not(feature = "llm"))]
+fn no_models(command: &str) -> Result<bool> {
+    anyhow::bail!(
+        "this build has no `attn {command}`: it takes the feature llm; `cargo build --release -p attn-cli --features llm` builds it, with `hub` in place of `llm` \
+         for models by their names on huggingface.co"
+    )
+}
+
 /// Runs a command; whether what it checked is right.
 fn dispatch(args: Args, console: &mut Console<'_>, backends: &Backends) -> Result<bool> {
     console.json = args.json;
@@ -161,6 +203,10 @@ fn dispatch(args: Args, console: &mut Console<'_>, backends: &Backends) -> Resul
         Some(Command::Generate(args)) => llm::generate(&args, console, backends).map(|()| true),
         #[cfg(feature = "llm")]
         Some(Command::Perplexity(args)) => llm::perplexity(&args, console, backends),
+        #[cfg(not(feature = "llm"))]
+        Some(Command::Generate(_)) => no_models("generate"),
+        #[cfg(not(feature = "llm"))]
+        Some(Command::Perplexity(_)) => no_models("perplexity"),
         Some(Command::Completions { shell }) => {
             let mut script = Vec::new();
             clap_complete::generate(shell, &mut Args::command(), "attn", &mut script);

@@ -117,7 +117,7 @@ pub trait DecodeAttention: Send + Sync {
 
 /// For backends: the option that an environment variable sets, read by `parse`; `None` where it is unset or empty.
 ///
-/// `parse` says of a value that it refuses what the value is and what is allowed, such as `fast; allowed: auto, never`.
+/// `parse` says of a value that it refuses what is allowed, such as `auto, never`.
 ///
 /// # Errors
 /// [`Unsupported::Absent`] of `backend` for a value that `parse` refuses, and for one that is not UTF-8.
@@ -138,15 +138,14 @@ fn option_from<T>(
     let Some(value) = value.filter(|value| !value.is_empty()) else {
         return Ok(None);
     };
-    let parsed = match value.to_str() {
-        Some(text) => parse(text),
-        None => Err(format!("{}, which is not UTF-8", value.to_string_lossy())),
-    };
-    parsed.map(Some).map_err(|reason| Unsupported::Absent {
+    let refuse = |allowed: String| Unsupported::Absent {
         backend,
-        reason: format!("{name} is {reason}"),
+        reason: format!("{name} is {value:?}; allowed: {allowed}"),
         next_step: "set it to one of these, or leave it unset".to_owned(),
-    })
+    };
+    let text = value.to_str();
+    let text = text.ok_or_else(|| refuse("UTF-8".to_owned()))?;
+    parse(text).map(Some).map_err(refuse)
 }
 
 #[cfg(test)]
@@ -155,8 +154,8 @@ mod tests {
 
     fn number(value: Option<OsString>) -> Result<Option<u8>, Unsupported> {
         let parse = |text: &str| {
-            text.parse()
-                .map_err(|_| format!("{text}; allowed: 0 to 255"))
+            let parsed = text.parse();
+            parsed.map_err(|_| "0 to 255".to_owned())
         };
         option_from("cpu", "NUMBER", value, parse)
     }
@@ -167,9 +166,9 @@ mod tests {
             assert_eq!(number(unset), Ok(None));
         }
         assert_eq!(number(Some("7".into())), Ok(Some(7)));
-        let said = number(Some("x".into())).unwrap_err().to_string();
+        let said = number(Some("x ".into())).unwrap_err().to_string();
         assert!(
-            said.starts_with("cpu: NUMBER is x; allowed: 0 to 255; "),
+            said.starts_with("cpu: NUMBER is \"x \"; allowed: 0 to 255; "),
             "{said}"
         );
         #[cfg(unix)]
@@ -177,7 +176,10 @@ mod tests {
             use std::os::unix::ffi::OsStringExt;
             let said = number(Some(OsString::from_vec(vec![b'7', 0xff])));
             let said = said.unwrap_err().to_string();
-            assert!(said.contains("not UTF-8"), "{said}");
+            assert!(
+                said.contains("NUMBER is \"7\\xFF\"; allowed: UTF-8"),
+                "{said}"
+            );
         }
     }
 }

@@ -42,10 +42,6 @@ impl FromStr for BackendId {
 
     fn from_str(s: &str) -> Result<Self, Error> {
         let named = BackendId::ALL.into_iter().find(|id| id.name() == s);
-        named.ok_or_else(|| Error::Parameter {
-            what: "backend",
-            given: s.to_owned(),
-            allowed: "cuda, wgpu, cpu",
-        })
+        named.ok_or_else(|| Error::parameter("backend", s, "cuda, wgpu, cpu"))
     }
 }

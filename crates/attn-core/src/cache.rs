@@ -27,7 +27,7 @@ use reserve::OpenStep;
 
 use crate::{
     cache_config::CacheConfig,
-    error::{Error, filled},
+    error::{Error, TruncateLimit, filled, refuse},
     events,
     format::Window,
     layout::PageLayout,
@@ -87,15 +87,15 @@ impl KvCache {
     /// Makes the page table for a backend's store; backends call this from `create_cache`.
     ///
     /// # Errors
-    /// Those of [`CacheConfig::check`]; [`Error::Mismatch`] if the store's layout, layers or number of pages differ from the config's; [`Error::OutOfMemory`].
+    /// Those of [`CacheConfig::check`]; [`Error::StoreMismatch`] if the store's layout, layers or number of pages differ from the config's; [`Error::OutOfMemory`].
     pub fn new(config: CacheConfig, store: Box<dyn PageStore>) -> Result<Self, Error> {
         config.check()?;
         let layout = config.layout()?;
         let differ = |what, config: String, store: String| {
-            Err(Error::Mismatch {
+            Err(Error::StoreMismatch {
                 what,
-                problem: config,
-                cache: store,
+                config,
+                store,
             })
         };
         if store.layout() != layout {
@@ -162,7 +162,7 @@ impl KvCache {
     /// the sequence's last append can be queries, and the newest 64 or more. Other formats than those with a window have no such limit.
     ///
     /// # Errors
-    /// [`Error::Dropped`]; [`Error::Mismatch`] for `q_len`; [`Error::Parameter`] for a cache of several layers, of which
+    /// [`Error::Dropped`]; [`Error::ResidualQueries`]; [`Error::SeveralLayers`] for a cache of several layers, of which
     /// [`CacheLayer::check_queries`] takes one; [`Error::Step`] for a layer that lacks the tokens of an open step.
     pub fn check_queries(&self, problem: &Problem) -> Result<(), Error> {
         self.only_layer()?.check_queries(problem)
@@ -188,17 +188,16 @@ impl KvCache {
             if format.window() == Window::None {
                 continue;
             }
-            let first = problem.first_residual_read(format, q_len, all);
             let kept = table.pages[b].len() - table.residual_pages[b].len();
-            if first / page_size < kept {
-                return Err(Error::Mismatch {
-                    what: "q_len",
-                    problem: format!("{q_len} for sequence {b}"),
-                    cache: format!(
-                        "residuals from token {} of {kv_len} on; make queries of tokens that the last append added, at most the config's max_q_len, {}",
-                        kept * page_size,
-                        self.config.max_q_len
-                    ),
+            let has_residuals =
+                |q_len| problem.first_residual_read(format, q_len, all) / page_size >= kept;
+            if !has_residuals(q_len) {
+                return Err(Error::ResidualQueries {
+                    sequence: b,
+                    q_len,
+                    most: (1..q_len).rfind(|q_len| has_residuals(*q_len)).unwrap_or(0),
+                    max_q_len: self.config.max_q_len,
+                    format,
                 });
             }
         }
@@ -225,18 +224,19 @@ impl KvCache {
     /// Makes `to` (empty) share `from`'s tokens; the open page and its residual page are copied when either appends.
     ///
     /// # Errors
-    /// [`Error::Sequence`]; [`Error::Parameter`] if `to` is not empty; [`Error::Step`] if `from` has tokens of an open step.
+    /// [`Error::Sequence`]; [`Error::NotEmpty`] for `to`; [`Error::Parameter`] if both are the same; [`Error::Step`] if `from` has tokens of an open step.
     pub fn fork(&mut self, from: usize, to: usize) -> Result<(), Error> {
         self.check_sequence(from)?;
         self.check_sequence(to)?;
         self.check_settled("a fork", from)?;
-        if from == to || self.table.lens[to] != 0 {
-            return Err(Error::Parameter {
-                what: "fork target",
-                given: format!("sequence {to} of {} tokens", self.table.lens[to]),
-                allowed: "another, empty sequence; free it first",
-            });
+        if from == to {
+            return refuse(
+                "fork target",
+                format_args!("sequence {to} itself"),
+                "another sequence, which is empty",
+            );
         }
+        self.check_empty("a fork", to)?;
         let first_home = self.table.first_tokens[from] / self.config.page_size;
         for &page in self.table.pages[from][first_home..]
             .iter()
@@ -259,8 +259,8 @@ impl KvCache {
     /// stay, or none at all.
     ///
     /// # Errors
-    /// [`Error::Sequence`]; [`Error::Parameter`] for more tokens than there are; [`Error::Dropped`] for fewer than were dropped;
-    /// [`Error::Mismatch`] for fewer than the residuals reach back to; [`Error::Step`] for a sequence with tokens of an open step, which
+    /// [`Error::Sequence`]; [`Error::PastEnd`] for more tokens than there are; [`Error::Truncate`] for fewer than were dropped, or than the residuals
+    /// reach back to, with the fewest that can be kept; [`Error::Step`] for a sequence with tokens of an open step, which
     /// [`KvCache::cancel_step`] takes back. Nothing is changed then.
     ///
     /// ```
@@ -298,38 +298,55 @@ impl KvCache {
     pub fn check_truncate(&self, sequence: usize, len: usize) -> Result<(), Error> {
         self.check_sequence(sequence)?;
         self.check_settled("a truncation", sequence)?;
-        let (now, page_size) = (self.table.lens[sequence], self.config.page_size);
-        if len > now {
-            return Err(Error::Parameter {
-                what: "tokens to keep",
-                given: format!("{len} of sequence {sequence}'s {now}"),
-                allowed: "at most what the sequence has",
-            });
-        }
-        let dropped = self.table.first_tokens[sequence];
-        if 0 < len && len < dropped {
-            return Err(Error::Dropped {
-                what: "a truncation",
+        self.check_inside("the number of tokens to keep", sequence, len)?;
+        let (least, limit) = self.least_truncation(sequence);
+        if 0 < len && len < least {
+            return Err(Error::Truncate {
                 sequence,
-                first: len,
-                kept: dropped,
-            });
-        }
-        let held = self.pages_without_residuals(sequence);
-        let format = self.config.format;
-        let has_window = format.window() != Window::None;
-        let read = format.first_residual_token(len).max(dropped);
-        if has_window && len > 0 && read / page_size < held {
-            return Err(Error::Mismatch {
-                what: "tokens to keep",
-                problem: format!("{len} of sequence {sequence}'s {now}"),
-                cache: format!(
-                    "residuals from token {} on, which the next tokens read; keep more, or free the sequence and append it again",
-                    held * page_size
-                ),
+                tokens: self.table.lens[sequence],
+                given: len,
+                least,
+                limit,
             });
         }
         Ok(())
+    }
+
+    /// The fewest tokens, above 0, that [`KvCache::truncate`] can leave a sequence, and what stands against fewer.
+    fn least_truncation(&self, sequence: usize) -> (usize, TruncateLimit) {
+        let dropped = self.table.first_tokens[sequence];
+        let first_residual = self.pages_without_residuals(sequence) * self.config.page_size;
+        if self.config.format.window() == Window::None || first_residual <= dropped {
+            return (dropped, TruncateLimit::Dropped);
+        }
+        let least = self.config.format.first_position_with(first_residual);
+        (least.max(dropped), TruncateLimit::Residuals)
+    }
+
+    /// Refuses a number of tokens that a sequence does not have.
+    fn check_inside(&self, what: &'static str, sequence: usize, given: usize) -> Result<(), Error> {
+        let tokens = self.table.lens[sequence];
+        if given <= tokens {
+            return Ok(());
+        }
+        Err(Error::PastEnd {
+            what,
+            given,
+            sequence,
+            tokens,
+        })
+    }
+
+    /// Refuses a sequence that has tokens, for a call that fills an empty one.
+    fn check_empty(&self, what: &'static str, sequence: usize) -> Result<(), Error> {
+        match self.table.lens[sequence] {
+            0 => Ok(()),
+            tokens => Err(Error::NotEmpty {
+                what,
+                sequence,
+                tokens,
+            }),
+        }
     }
 
     /// Home pages of a sequence in front of those that have residuals.

@@ -142,12 +142,13 @@ impl CacheConfig {
         let bytes = bytes.and_then(|bytes| bytes.checked_mul(self.layers));
         if bytes.is_none_or(|bytes| bytes > isize::MAX as usize) {
             let (pages, size) = (self.num_pages, layout.page_bytes());
+            let layers = match self.layers {
+                1 => String::new(),
+                layers => format!(" in each of {layers} layers"),
+            };
             return refuse(
                 "pool bytes",
-                match self.layers {
-                    1 => format!("{pages} pages of {size} bytes"),
-                    layers => format!("{pages} pages of {size} bytes in each of {layers} layers"),
-                },
+                format_args!("{pages} pages of {size} bytes{layers}"),
                 "at most 2^63 - 1; ask for fewer pages",
             );
         }

@@ -97,15 +97,14 @@ fn check_scheme(format: RowFormat, layout: &PageLayout, side: Side) -> Result<Sc
     if stored.is_rotated() {
         return refuse(
             "scheme of the pages",
-            stored,
+            format_args!("{stored}"),
             "schemes that are not rotated, such as int8-plain; `append` rotates rows, `dequantize` turns them back",
         );
     }
     if scheme != stored {
-        return Err(Error::Mismatch {
-            what: "scheme of the rows",
-            problem: scheme.to_string(),
-            cache: stored.to_string(),
+        return Err(Error::RowScheme {
+            rows: scheme,
+            pages: stored,
         });
     }
     Ok(scheme)
@@ -171,9 +170,9 @@ fn place(
 }
 
 fn offset(at: [usize; 3], strides: [usize; 3]) -> usize {
-    at.iter().zip(strides).fold(0usize, |sum, (i, s)| {
-        sum.saturating_add(i.saturating_mul(s))
-    })
+    at.iter()
+        .zip(strides)
+        .fold(0, |sum, (i, s)| sum.saturating_add(i.saturating_mul(s)))
 }
 
 fn slice<'a, T>(
@@ -193,7 +192,7 @@ fn slice<'a, T>(
 /// Converts the first `tokens` tokens of `sequence` to pages of `layout`.
 ///
 /// # Errors
-/// [`Error::Mismatch`] if the rows' scheme is not the layout's; [`Error::Length`] if rows are missing;
+/// [`Error::RowScheme`] if the rows' scheme is not the layout's; [`Error::Length`] if rows are missing;
 /// [`Error::BadBytes`] for a NaN, an infinity, a negative scale or a code outside the scheme; [`Error::Parameter`] for blocks of no tokens,
 /// and for rotated schemes; [`Error::OutOfMemory`].
 pub fn import(
@@ -299,7 +298,7 @@ fn row(
 /// Converts pages, as [`KvCache::read_back`](crate::KvCache::read_back) gives them, to rows of another engine.
 ///
 /// # Errors
-/// [`Error::Mismatch`] if the scheme is another; [`Error::Length`], [`Error::BadBytes`] for damaged pages;
+/// [`Error::RowScheme`] if the scheme is another; [`Error::Length`], [`Error::BadBytes`] for damaged pages;
 /// [`Error::Parameter`] for an int4 group that is no `q4_0`, and for rotated schemes.
 pub fn export(
     layout: &PageLayout,

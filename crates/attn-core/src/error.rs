@@ -1,12 +1,20 @@
 //! Errors as values: which backend or check refused, the value given, the values allowed, and the next step.
+//!
+//! `docs/errors.md` shows every one of them as users read it.
 
-use crate::format::Scheme;
+mod given;
+
+use std::fmt;
+
+use crate::format::{KvFormat, Scheme};
+use given::Count;
+pub use given::{ElementIndex, Given};
 
 /// The reason why a call was refused. The cache and the outputs are unchanged.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// A shape or parameter outside what the library defines.
+    /// A shape or parameter outside what the library defines; [`Error::parameter`] makes it.
     #[error("{what} is {given}; allowed: {allowed}")]
     Parameter {
         /// The parameter's name.
@@ -17,9 +25,7 @@ pub enum Error {
         allowed: &'static str,
     },
     /// A slice of the wrong length.
-    #[error(
-        "{what} holds {given} elements, but the problem needs {needed}; pass exactly that many"
-    )]
+    #[error("{what} must have {} elements, but {} were given", Count(*needed), Count(*given))]
     Length {
         /// The slice's name.
         what: &'static str,
@@ -40,27 +46,27 @@ pub enum Error {
         /// Those that the call needs.
         needed: [usize; 3],
     },
-    /// NaN or infinity in K, V or Q.
+    /// NaN or infinity in K, V or Q, or in another list of numbers.
     #[error(
-        "{what}[{index}] is {value}; only finite numbers can be attended to: look for the layer that made it"
+        "{what} is {value} at {at}; only finite numbers are taken: look for the layer that made it"
     )]
     NotFinite {
-        /// `k`, `v` or `q`.
+        /// The name of the numbers, such as `k`, `v` or `q`.
         what: &'static str,
-        /// Flat index of the first bad element; what lies between strided rows is not counted.
-        index: usize,
+        /// The first bad element.
+        at: ElementIndex,
         /// The bad value.
         value: f32,
     },
     /// A finite K or V that the scheme cannot hold.
     #[error(
-        "{what}[{index}] is {value:e}; {scheme} takes magnitudes up to {limit:e}: look for the layer that made it, or use another format"
+        "{what} is {value:e} at {at}; {scheme} takes magnitudes up to {limit:e}: look for the layer that made it, or use another format"
     )]
     Magnitude {
         /// `k` or `v`.
         what: &'static str,
-        /// Flat index of the first such element.
-        index: usize,
+        /// The first such element.
+        at: ElementIndex,
         /// The value.
         value: f32,
         /// The scheme.
@@ -68,9 +74,19 @@ pub enum Error {
         /// The largest magnitude that the scheme takes.
         limit: f32,
     },
+    /// A query too large for the arithmetic.
+    #[error(
+        "q·softmax_scale·log2(e) is {value:e} at {at}; its magnitude must stay at or below 2^64: check the scale of Q"
+    )]
+    QueryRange {
+        /// The first such element of `q`.
+        at: ElementIndex,
+        /// The scaled value.
+        value: f32,
+    },
     /// An allocation that failed.
     #[error(
-        "there is no memory for {what} of {bytes} bytes; ask for less, or use a machine with more"
+        "there is no memory for {what} of {} bytes; ask for less, or use a machine with more", Count(*bytes)
     )]
     OutOfMemory {
         /// The thing to allocate.
@@ -78,19 +94,10 @@ pub enum Error {
         /// Bytes needed.
         bytes: usize,
     },
-    /// A query too large for the arithmetic.
+    /// The pool has too few free pages.
     #[error(
-        "q[{index}]·softmax_scale·log2(e) is {value:e}; its magnitude must stay at or below 2^64: check the scale of Q"
-    )]
-    QueryRange {
-        /// Flat index of the element.
-        index: usize,
-        /// The scaled value.
-        value: f32,
-    },
-    /// The pool has no page left.
-    #[error(
-        "the cache needs {needed} more pages, but {free} of {total} are free; free a sequence or create a larger pool"
+        "the cache needs {} more pages, but {free} of {total} are free; free a sequence, or make a cache of more `pages`, or with room for more \
+         tokens (`max_len`, `max_tokens`)", Count(*needed)
     )]
     CacheFull {
         /// Pages needed by the call.
@@ -101,7 +108,7 @@ pub enum Error {
         total: usize,
     },
     /// A sequence the cache does not have.
-    #[error("sequence {given} does not exist; the cache holds {count} (0..{count})")]
+    #[error("sequence {} does not exist; the cache has {count}, counted from 0", Count(*given))]
     Sequence {
         /// The index given.
         given: usize,
@@ -109,12 +116,54 @@ pub enum Error {
         count: usize,
     },
     /// A layer the cache does not have.
-    #[error("layer {given} does not exist; the cache has {count} (0..{count})")]
+    #[error("layer {} does not exist; the cache has {count}, counted from 0", Count(*given))]
     Layer {
         /// The index given.
         given: usize,
         /// Layers of the cache.
         count: usize,
+    },
+    /// A sequence with tokens, for a call that fills an empty one.
+    #[error(
+        "{what} fills an empty sequence, but sequence {sequence} has {tokens} tokens; free it first, or choose another"
+    )]
+    NotEmpty {
+        /// The call.
+        what: &'static str,
+        /// The sequence.
+        sequence: usize,
+        /// Its tokens.
+        tokens: usize,
+    },
+    /// A sequence that a call names twice.
+    #[error(
+        "sequence {sequence} is named twice; name each sequence once in a call, with all of its tokens"
+    )]
+    Repeated {
+        /// The sequence.
+        sequence: usize,
+    },
+    /// A token behind a sequence's end.
+    #[error("{what} is {}, but sequence {sequence} has {tokens} tokens; pass at most {tokens}", Count(*given))]
+    PastEnd {
+        /// The argument that names the token.
+        what: &'static str,
+        /// Its value.
+        given: usize,
+        /// The sequence.
+        sequence: usize,
+        /// Its tokens.
+        tokens: usize,
+    },
+    /// A cache of several layers, for a call that takes one.
+    #[error("{what} takes a cache of one layer, and this one has {layers}; {next}")]
+    SeveralLayers {
+        /// The call.
+        what: &'static str,
+        /// Layers of the cache.
+        layers: usize,
+        /// What a cache of several layers has instead.
+        next: &'static str,
     },
     /// A call that does not go with the step that [`KvCache::reserve`](crate::KvCache::reserve) has opened, or that needs one.
     #[error("{what} is refused: {state}; {next}")]
@@ -126,21 +175,78 @@ pub enum Error {
         /// The next step.
         next: &'static str,
     },
-    /// A problem that disagrees with the cache.
+    /// A plan for another kind of cache.
     #[error(
-        "{what} is {problem} in the problem but {cache} in the cache; plan with the cache's own value"
+        "{what} is {problem} in the plan but {cache} in the cache; plan with the cache's own value"
     )]
     Mismatch {
         /// The quantity that differs.
         what: &'static str,
-        /// The problem's value.
+        /// The plan's value.
         problem: String,
         /// The cache's value.
         cache: String,
     },
+    /// A plan for another number of sequences.
+    #[error(
+        "the plan is for {planned} sequences, but there are {given}; plan for {given}, or choose {planned} of the cache"
+    )]
+    Batch {
+        /// Sequences of the plan.
+        planned: usize,
+        /// Sequences that the call attends.
+        given: usize,
+    },
+    /// A sequence of another length than the plan's.
+    #[error(
+        "sequence {sequence} has {tokens} tokens, but the plan is for {planned}; plan with the cache's own lengths"
+    )]
+    KvLen {
+        /// The sequence's place in the step's batch.
+        sequence: usize,
+        /// Its tokens.
+        tokens: usize,
+        /// The tokens that the plan has for it.
+        planned: usize,
+    },
+    /// Query tokens that read residuals which the cache no longer has. Formats with a window keep residuals of the newest tokens alone.
+    #[error(
+        "sequence {sequence} has {q_len} query tokens, but {format} keeps residuals for its newest {most} alone; raise `max_q_len`, which is {max_q_len}, \
+         when the cache is made, or append and attend in pieces of at most {max_q_len} tokens"
+    )]
+    ResidualQueries {
+        /// The sequence's place in the step's batch.
+        sequence: usize,
+        /// Its query tokens.
+        q_len: usize,
+        /// The query tokens that can be attended at most.
+        most: usize,
+        /// The most tokens of an append that the cache keeps as queries: [`CacheConfig::max_q_len`](crate::CacheConfig::max_q_len).
+        max_q_len: usize,
+        /// The cache's format.
+        format: KvFormat,
+    },
+    /// A truncation to fewer tokens than the sequence can go back to.
+    #[error(
+        "sequence {sequence} has {tokens} tokens and can be truncated to {least} or more, or to 0, but not to {given}: {limit}. To go back further, fork a sequence \
+         while it is short, or free this one and append its tokens again"
+    )]
+    Truncate {
+        /// The sequence.
+        sequence: usize,
+        /// Its tokens.
+        tokens: usize,
+        /// The tokens that were to be kept.
+        given: usize,
+        /// The fewest tokens, above 0, that can be kept.
+        least: usize,
+        /// What stands against fewer.
+        limit: TruncateLimit,
+    },
     /// Tokens that [`KvCache::drop_before`](crate::KvCache::drop_before) has freed.
     #[error(
-        "{what} takes tokens of sequence {sequence} from {first} on, but those before {kept} were dropped; drop what no window sees any more, or free the sequence and append it again"
+        "{what} takes tokens of sequence {sequence} from {first} on, but those before {kept} were dropped; drop only tokens that no window sees any more, or free \
+         the sequence and append it again"
     )]
     Dropped {
         /// The call that needs them.
@@ -164,6 +270,28 @@ pub enum Error {
         /// The cache's value.
         cache: String,
     },
+    /// A backend's store that was not made from the cache's config.
+    #[error(
+        "{what} is {store} in the store but {config} in the config; make the store from the cache's own config"
+    )]
+    StoreMismatch {
+        /// The quantity that differs.
+        what: &'static str,
+        /// The config's value.
+        config: String,
+        /// The store's value.
+        store: String,
+    },
+    /// Rows of another scheme than the pages that they are converted to or from.
+    #[error(
+        "the rows are {rows}, but the pages are {pages}; take pages of the rows' own scheme, or rows of the pages'"
+    )]
+    RowScheme {
+        /// The scheme of the rows.
+        rows: Scheme,
+        /// The scheme of the pages.
+        pages: Scheme,
+    },
     /// A cache, plan or step that another backend made.
     #[error("{backend}: the {what} was made by another backend; make it with this one")]
     WrongBackend {
@@ -174,7 +302,7 @@ pub enum Error {
     },
     /// Bytes that no quantizer of the format can have written.
     #[error(
-        "{what} at byte {offset} is no {scheme} value; the file is damaged or of another format"
+        "{what} at offset {offset} is no {scheme} value; the data is damaged or of another format"
     )]
     BadBytes {
         /// The kind of the bytes.
@@ -200,17 +328,134 @@ pub enum Error {
     },
 }
 
-/// Refuses one parameter.
-pub(crate) fn refuse<T>(
+/// What stands against a shorter sequence ([`Error::Truncate`]).
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum TruncateLimit {
+    /// Tokens in front were dropped ([`KvCache::drop_before`](crate::KvCache::drop_before)).
+    Dropped,
+    /// The tokens that come next would read residuals that the cache no longer has; formats with a window keep those of the newest tokens alone.
+    Residuals,
+}
+
+impl fmt::Display for TruncateLimit {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            TruncateLimit::Dropped => "the tokens in front were dropped",
+            TruncateLimit::Residuals => "the format keeps residuals of the newest tokens alone, and the tokens that come next read them",
+        })
+    }
+}
+
+/// What a caller can do about an error. The statuses of the C interface and the exceptions of the Python package are these.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum ErrorKind {
+    /// An argument that the library does not define.
+    Parameter,
+    /// Arguments that do not fit each other or the cache.
+    Shape,
+    /// NaN, infinity, or a number beyond what the format or the arithmetic takes.
+    Number,
+    /// The pool has too few free pages.
+    CacheFull,
+    /// A sequence that the cache does not have.
+    Sequence,
+    /// There is no memory for it.
+    OutOfMemory,
+    /// The device is absent, or has no kernel for the problem.
+    Unsupported,
+    /// The device failed, or a handle is of another device.
+    Device,
+}
+
+/// The table of variants, which the compiler holds to be whole, and the kind of each.
+macro_rules! kinds {
+    ($of:ident { $($variant:ident: $kind:ident,)* }) => {
+        impl $of {
+            /// For tests: the names of all variants, each with its kind.
+            #[doc(hidden)]
+            pub const VARIANTS: &'static [(&'static str, ErrorKind)] =
+                &[$((stringify!($variant), ErrorKind::$kind)),*];
+
+            /// For tests: the variant's row of `VARIANTS`.
+            #[doc(hidden)]
+            #[must_use]
+            pub fn variant(&self) -> (&'static str, ErrorKind) {
+                match self {
+                    $($of::$variant { .. } => (stringify!($variant), ErrorKind::$kind),)*
+                }
+            }
+        }
+    };
+}
+
+kinds! { Error {
+    Parameter: Parameter,
+    Length: Shape,
+    Shape: Shape,
+    NotFinite: Number,
+    Magnitude: Number,
+    QueryRange: Number,
+    OutOfMemory: OutOfMemory,
+    CacheFull: CacheFull,
+    Sequence: Sequence,
+    Layer: Parameter,
+    NotEmpty: Parameter,
+    Repeated: Parameter,
+    PastEnd: Parameter,
+    SeveralLayers: Parameter,
+    Step: Shape,
+    Mismatch: Shape,
+    Batch: Shape,
+    KvLen: Shape,
+    ResidualQueries: Shape,
+    Truncate: Shape,
+    Dropped: Shape,
+    ImageMismatch: Shape,
+    StoreMismatch: Shape,
+    RowScheme: Shape,
+    WrongBackend: Device,
+    BadBytes: Parameter,
+    Unsupported: Unsupported,
+    Device: Device,
+} }
+
+impl Error {
+    /// [`Error::Parameter`]: `what` is `given`, and `allowed` says what may be, with the next step where it is not obvious. A `&str` that is given is a caller's
+    /// text and is quoted; [`format_args!`] is shown as it is.
+    ///
+    /// ```
+    /// use attn_core::Error;
+    ///
+    /// let error = Error::parameter("format", "int8 ", "f16, int8");
+    /// assert_eq!(error.to_string(), "format is \"int8 \"; allowed: f16, int8");
+    /// ```
+    #[must_use]
+    pub fn parameter(what: &'static str, given: impl Into<Given>, allowed: &'static str) -> Self {
+        Error::Parameter {
+            what,
+            given: given.into().0,
+            allowed,
+        }
+    }
+
+    /// What a caller can do about it.
+    #[must_use]
+    pub fn kind(&self) -> ErrorKind {
+        self.variant().1
+    }
+}
+
+/// Refuses one parameter, as [`Error::parameter`] says it.
+///
+/// # Errors
+/// [`Error::Parameter`], always.
+#[doc(hidden)]
+pub fn refuse<T>(
     what: &'static str,
-    given: impl ToString,
+    given: impl Into<Given>,
     allowed: &'static str,
 ) -> Result<T, Error> {
-    Err(Error::Parameter {
-        what,
-        given: given.to_string(),
-        allowed,
-    })
+    Err(Error::parameter(what, given, allowed))
 }
 
 /// A vector of `len` copies of `value`, or [`Error::OutOfMemory`]: an allocation that fails must not end the process.
@@ -248,7 +493,7 @@ pub(crate) fn check_finite(what: &'static str, x: &[f32]) -> Result<(), Error> {
     match first(x, |v| !v.is_finite()) {
         Some(index) => Err(Error::NotFinite {
             what,
-            index,
+            at: ElementIndex::Flat(index),
             value: x[index],
         }),
         None => Ok(()),
@@ -269,6 +514,14 @@ pub enum Unsupported {
         /// How to repair it.
         next_step: String,
     },
+    /// A backend that this build of the library leaves out.
+    #[error(
+        "{backend}: this build of attn-kv leaves it out; add \"{backend}\" to the features of attn-kv in Cargo.toml"
+    )]
+    NotBuilt {
+        /// The backend, whose feature has the same name.
+        backend: &'static str,
+    },
     /// A device without a kernel for the problem.
     #[error("{backend}: {what} has no kernel; built: {built}. Use backend \"cpu\"")]
     NoKernel {
@@ -279,4 +532,19 @@ pub enum Unsupported {
         /// The kernels that exist.
         built: String,
     },
+    /// A problem that no backend runs, since the library does not define it.
+    #[error("{backend}: {reason}")]
+    Undefined {
+        /// The backend that was asked.
+        backend: &'static str,
+        /// The sentence of [`Problem::check`](crate::Problem::check) or of [`KvFormat::check`].
+        reason: String,
+    },
 }
+
+kinds! { Unsupported {
+    Absent: Unsupported,
+    NotBuilt: Unsupported,
+    NoKernel: Unsupported,
+    Undefined: Unsupported,
+} }

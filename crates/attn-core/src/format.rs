@@ -2,7 +2,10 @@
 
 use std::{fmt, str::FromStr};
 
-use crate::{error::Error, segments::TILE};
+use crate::{
+    error::{Error, refuse},
+    segments::TILE,
+};
 
 /// The largest head_dim.
 pub const MAX_HEAD_DIM: usize = 256;
@@ -175,21 +178,18 @@ impl Scheme {
         }
     }
 
-    /// Refuses head_dims and page sizes that the scheme does not define.
+    /// Refuses head_dims that the scheme does not define.
     ///
     /// # Errors
     /// [`Error::Parameter`] naming what is allowed.
-    pub fn check(self, head_dim: usize, page_size: usize) -> Result<(), Error> {
+    pub fn check(self, head_dim: usize) -> Result<(), Error> {
         let refuse = |allowed| {
-            Err(Error::Parameter {
-                what: "scheme",
-                given: format!("{self} with head_dim {head_dim}, page_size {page_size}"),
-                allowed,
-            })
+            let given = format_args!("{self} with head_dim {head_dim}");
+            refuse("format", given, allowed)
         };
         match self {
             Scheme::Int8(Int8Scale::Group32) if !head_dim.is_multiple_of(32) => {
-                refuse("int8-g32 needs a head_dim that is a multiple of 32; use int8")
+                refuse("int8-g32 with a head_dim that is a multiple of 32; use int8")
             }
             Scheme::Int4(g) | Scheme::RotatedInt4 { groups: g, .. }
                 if !matches!(g, 1 | 2 | 4 | 8) =>
@@ -199,7 +199,7 @@ impl Scheme {
             Scheme::Int4(g) | Scheme::RotatedInt4 { groups: g, .. }
                 if !head_dim.is_multiple_of(g as usize * 16) =>
             {
-                refuse("int4 groups of a multiple of 16 dims; use fewer groups")
+                refuse("int4 with groups of a multiple of 16 dims; use fewer groups")
             }
             _ => Ok(()),
         }
@@ -235,20 +235,22 @@ impl FromStr for Scheme {
     type Err = Error;
 
     fn from_str(s: &str) -> Result<Self, Error> {
+        Scheme::named(s).ok_or_else(|| Error::parameter("scheme", s, NAMES))
+    }
+}
+
+/// The names of schemes, for errors.
+const NAMES: &str = "f16, bf16, fp8, int8, int8-plain, int8-g32, int8-tensor, int4 (and int4-r2, -r4, -r8 with more groups, each also with -w0 or -w4 for another \
+                     window), int4-g1, int4-g2, int4-g4, int4-g8; of a format also two of them, K's and V's, such as int8/int4";
+
+impl Scheme {
+    fn named(name: &str) -> Option<Self> {
         let windows = [Window::None, Window::Two, Window::Four];
         let rotated = [1, 2, 4, 8]
             .into_iter()
             .flat_map(|groups| windows.map(|window| Scheme::rotated_int4(groups, window)));
-        Scheme::ALL
-            .into_iter()
-            .chain(rotated)
-            .find(|scheme| scheme.to_string() == s)
-            .ok_or_else(|| Error::Parameter {
-                what: "scheme",
-                given: s.to_owned(),
-                allowed: "f16, bf16, fp8, int8, int8-plain, int8-g32, int8-tensor, int4 (and int4-r2, -r4, -r8 with more groups, each also with -w0 or -w4 for \
-                          another window), int4-g1, int4-g2, int4-g4, int4-g8",
-            })
+        let mut all = Scheme::ALL.into_iter().chain(rotated);
+        all.find(|scheme| scheme.to_string() == name)
     }
 }
 
@@ -348,13 +350,18 @@ impl KvFormat {
         (position / TILE + 1).saturating_sub(self.window().tiles()) * TILE
     }
 
-    /// Refuses head_dims and page sizes that no page can hold.
+    /// The first position whose row reads residuals of no token before `first`.
+    pub(crate) fn first_position_with(self, first: usize) -> usize {
+        (first.div_ceil(TILE) + self.window().tiles()).saturating_sub(1) * TILE
+    }
+
+    /// Refuses head_dims that no page can hold.
     ///
     /// # Errors
     /// [`Error::Parameter`] naming what is allowed.
-    pub fn check(self, head_dim: usize, page_size: usize) -> Result<(), Error> {
-        self.k.check(head_dim, page_size)?;
-        self.v.check(head_dim, page_size)
+    pub fn check(self, head_dim: usize) -> Result<(), Error> {
+        self.k.check(head_dim)?;
+        self.v.check(head_dim)
     }
 }
 
@@ -371,12 +378,10 @@ impl FromStr for KvFormat {
     type Err = Error;
 
     fn from_str(s: &str) -> Result<Self, Error> {
-        match s.split_once('/') {
-            Some((k, v)) => Ok(KvFormat {
-                k: k.parse()?,
-                v: v.parse()?,
-            }),
-            None => Ok(KvFormat::same(s.parse()?)),
+        let (k, v) = s.split_once('/').unwrap_or((s, s));
+        match (Scheme::named(k), Scheme::named(v)) {
+            (Some(k), Some(v)) => Ok(KvFormat { k, v }),
+            _ => refuse("format", s, NAMES),
         }
     }
 }

@@ -307,7 +307,7 @@ impl PageLayout {
             return refuse("page_size", page_size, "16, 32, 64, 128");
         }
         check_kv_heads(num_kv_heads)?;
-        format.check(head_dim, page_size)?;
+        format.check(head_dim)?;
         let layout = PageLayout {
             format,
             head_dim,
@@ -318,7 +318,7 @@ impl PageLayout {
         if bytes.is_none_or(|bytes| bytes > i32::MAX as usize) {
             return refuse(
                 "page bytes",
-                format!("{num_kv_heads} heads of {} bytes", layout.run_bytes()),
+                format_args!("{num_kv_heads} heads of {} bytes", layout.run_bytes()),
                 "at most 2^31 - 1 bytes a page; use smaller pages",
             );
         }

@@ -61,7 +61,7 @@ pub use cache::{
 };
 pub use cache_config::{CacheBuilder, CacheConfig};
 pub use elements::{Elements, ElementsMut};
-pub use error::{Error, Unsupported};
+pub use error::{ElementIndex, Error, ErrorKind, Given, TruncateLimit, Unsupported};
 pub use format::{Int8Scale, KvFormat, Scheme, Window};
 pub use host_pages::{HostPages, HostStore};
 pub use layout::PageLayout;

@@ -1,7 +1,7 @@
 //! The page allocator: which pages of a pool are free, and how many sequences own each of the others.
 
 use crate::{
-    error::{Error, filled, reserve},
+    error::{Error, filled, refuse, reserve},
     events,
 };
 
@@ -61,11 +61,11 @@ impl PageAllocator {
             || order.len() != sorted.len()
             || sorted.iter().any(owned)
         {
-            return Err(Error::Parameter {
-                what: "order of free pages",
-                given: format!("{} pages", order.len()),
-                allowed: "a permutation of the free pages",
-            });
+            return refuse(
+                "order of free pages",
+                format_args!("{} pages", order.len()),
+                "a permutation of the free pages",
+            );
         }
         self.freed = order.iter().rev().copied().collect();
         self.fresh = self.ref_counts.len() as u32;

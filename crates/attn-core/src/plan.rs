@@ -4,9 +4,6 @@ use std::{any::Any, fmt, sync::Arc};
 
 use crate::{error::Error, events, format::KvFormat, problem::Problem};
 
-/// Every format that has pages at all has pages of so many tokens.
-const LARGEST_PAGE: usize = 128;
-
 /// A problem prepared for one backend, by [`DecodeAttention::plan`](crate::DecodeAttention::plan).
 ///
 /// A plan is made once and serves every step of the same batch, heads and modifiers whose sequences are at most as long as the problem's:
@@ -32,7 +29,7 @@ impl Plan {
         prepared: T,
     ) -> Result<Self, Error> {
         problem.check()?;
-        format.check(problem.head_dim, LARGEST_PAGE)?;
+        format.check(problem.head_dim)?;
         events::prepared(backend, problem, format);
         Ok(Plan {
             backend,

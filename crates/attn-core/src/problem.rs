@@ -312,7 +312,7 @@ impl Problem {
         {
             return refuse(
                 "num_q_heads/num_kv_heads",
-                format!("{}/{}", self.num_q_heads, self.num_kv_heads),
+                format_args!("{}/{}", self.num_q_heads, self.num_kv_heads),
                 "a whole number of query heads per KV head, from 1 to 64",
             );
         }
@@ -329,7 +329,7 @@ impl Problem {
         }
         for (what, lens) in [("q_len", &self.q_lens), ("kv_len", &self.kv_lens)] {
             if let Some(len) = lens.iter().find(|&&len| len > 1 << 20) {
-                return refuse(what, len, "0 to 1048576");
+                return refuse(what, *len, "0 to 1048576");
             }
         }
         self.check_tokens_after()?;
@@ -337,7 +337,7 @@ impl Problem {
             return refuse(
                 "query tokens x num_q_heads x head_dim",
                 self.elements(),
-                "elements that a slice of f32 can hold; make the batch smaller",
+                "fewer than 2^61 elements, which a slice of f32 can hold; make the batch smaller",
             );
         }
         if !SCALES.contains(&self.softmax_scale) {
@@ -375,7 +375,7 @@ impl Problem {
         match all.find(|(len, after)| len.saturating_add(**after) > 1 << 20) {
             Some((_, after)) => refuse(
                 "tokens_after",
-                after,
+                *after,
                 "0 to 1048576 tokens of a sequence, cached and following",
             ),
             None => Ok(()),
@@ -401,7 +401,7 @@ impl Problem {
             });
         }
         match values.iter().find(|x| !is_allowed(**x)) {
-            Some(x) => refuse(what, x, allowed),
+            Some(x) => refuse(what, *x, allowed),
             None => Ok(()),
         }
     }
@@ -432,7 +432,7 @@ impl Problem {
             None => Ok(()),
             Some((len, _)) => refuse(
                 "tokens of a shard",
-                len,
+                *len,
                 "multiples of 1024, but for the last shard of a sequence",
             ),
         }

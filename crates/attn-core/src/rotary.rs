@@ -8,7 +8,7 @@ use std::f64::consts::TAU;
 
 use crate::{
     elements::Elements,
-    error::{Error, filled},
+    error::{ElementIndex, Error, filled, refuse},
     format::MAX_HEAD_DIM,
 };
 
@@ -88,17 +88,9 @@ pub struct Rotary {
     attention_factor: f32,
 }
 
-fn refused<T>(what: &'static str, given: impl ToString, allowed: &'static str) -> Result<T, Error> {
-    Err(Error::Parameter {
-        what,
-        given: given.to_string(),
-        allowed,
-    })
-}
-
 fn check_dim(rotary_dim: usize) -> Result<(), Error> {
     if rotary_dim == 0 || !rotary_dim.is_multiple_of(2) || rotary_dim > MAX_HEAD_DIM {
-        return refused(
+        return refuse(
             "rotary_dim",
             rotary_dim,
             "an even number from 2 to head_dim, which is at most 256",
@@ -116,7 +108,7 @@ impl Rotary {
     pub fn new(rotary_dim: usize, base: f64, scaling: &RotaryScaling) -> Result<Self, Error> {
         check_dim(rotary_dim)?;
         if !(base > 0.0 && base.is_finite()) {
-            return refused("the rotary base", base, "a finite number above 0");
+            return refuse("the rotary base", base, "a finite number above 0");
         }
         let pairs = rotary_dim / 2;
         if let RotaryScaling::Factors { factors, .. } = scaling
@@ -139,9 +131,9 @@ impl Rotary {
         };
         let numbers = || rotary.frequencies.iter().chain([&rotary.attention_factor]);
         if let Some(wrong) = numbers().find(|number| !number.is_finite()) {
-            return refused(
+            return refuse(
                 "a frequency, or the attention factor, of rotary positions",
-                wrong,
+                *wrong,
                 "finite numbers: check the base and the scaling's factors",
             );
         }
@@ -289,7 +281,7 @@ impl RotaryTable {
         if let Some(index) = cos_sin.iter().position(|x| !x.is_finite()) {
             return Err(Error::NotFinite {
                 what: "cos_sin",
-                index,
+                at: ElementIndex::Flat(index),
                 value: cos_sin[index],
             });
         }
@@ -339,7 +331,7 @@ impl RotaryTable {
         position: usize,
     ) -> Result<(), Error> {
         if head_dim < self.rotary_dim {
-            return refused("head_dim", head_dim, "rotary_dim of the table and more");
+            return refuse("head_dim", head_dim, "rotary_dim of the table and more");
         }
         if !x.len().is_multiple_of(head_dim) {
             return Err(Error::Length {
@@ -349,7 +341,7 @@ impl RotaryTable {
             });
         }
         let Some(row) = self.cos_sin.chunks_exact(self.rotary_dim).nth(position) else {
-            return refused("a position", position, "those of the table's rows");
+            return refuse("a position", position, "those of the table's rows");
         };
         let pairs = self.rotary_dim / 2;
         let (cosines, sines) = row.split_at(pairs);

@@ -159,11 +159,7 @@ pub(crate) fn refused(shape: [usize; 4], strides: [usize; 3], allowed: &'static 
             "[{sequences}, {tokens}, {heads}, {dim}] at the strides [{sequence}, {token}, {head}]"
         ),
     };
-    Error::Parameter {
-        what: "shape of strided rows",
-        given,
-        allowed,
-    }
+    Error::parameter("shape of strided rows", format_args!("{given}"), allowed)
 }
 
 /// Writes f32 that lie side by side to rows of this layout, rounded where the elements are 16-bit.

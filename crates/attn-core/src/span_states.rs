@@ -1,7 +1,7 @@
 //! Unfinished attention over a shard of a sequence's tokens, and what finishes it: the bits of one device over all tokens.
 
 use crate::{
-    error::{Error, filled},
+    error::{ElementIndex, Error, filled},
     format::KvFormat,
     problem::Problem,
     row_state::{self, RowEnd},
@@ -56,7 +56,7 @@ impl SpanStates {
             if let Some(k) = ml.iter().position(|x| is_seen && !x.is_finite()) {
                 return Err(Error::NotFinite {
                     what: "max_sums",
-                    index: 2 * i + k,
+                    at: ElementIndex::Flat(2 * i + k),
                     value: ml[k],
                 });
             }
@@ -64,7 +64,7 @@ impl SpanStates {
             if let Some(k) = row.iter().position(|x| is_seen && !x.is_finite()) {
                 return Err(Error::NotFinite {
                     what: "o",
-                    index: i * head_dim + k,
+                    at: ElementIndex::Flat(i * head_dim + k),
                     value: row[k],
                 });
             }
@@ -296,7 +296,7 @@ mod tests {
             refused,
             Error::NotFinite {
                 what: "o",
-                index: 70,
+                at: ElementIndex::Flat(70),
                 ..
             }
         ));

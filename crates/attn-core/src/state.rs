@@ -2,7 +2,7 @@
 
 use crate::{
     arithmetic::{EXP2_MIN, LOG2_E, exp2_float, lse, rcp},
-    error::{Error, check_finite, filled, refuse},
+    error::{ElementIndex, Error, check_finite, filled, refuse},
 };
 
 /// Normalized outputs and log-sum-exps of the same rows: the result of a decode step, which merges with another result over other tokens.
@@ -42,14 +42,14 @@ impl AttnState {
         if let Some(x) = out.iter().find(|x| x.abs() > MAX_OUT) {
             return refuse(
                 "out",
-                x,
+                *x,
                 "magnitudes up to 2^126, so that two of them add up",
             );
         }
         if let Some(index) = lse.iter().position(|x| !(*x < f32::INFINITY)) {
             return Err(Error::NotFinite {
                 what: "lse",
-                index,
+                at: ElementIndex::Flat(index),
                 value: lse[index],
             });
         }
@@ -178,7 +178,7 @@ mod tests {
                 error,
                 Error::NotFinite {
                     what: "lse",
-                    index: 1,
+                    at: ElementIndex::Flat(1),
                     ..
                 }
             ));
@@ -189,7 +189,7 @@ mod tests {
                 error,
                 Error::NotFinite {
                     what: "out",
-                    index: 0,
+                    at: ElementIndex::Flat(0),
                     ..
                 }
             ));

@@ -222,8 +222,8 @@ impl<'a> DecodeStep<'a> {
     /// [`RowsMut::strided`]). Results are those of f32, rounded at the end.
     ///
     /// # Errors
-    /// [`Error::Length`], or [`Error::Shape`] for strided rows; [`Error::NotFinite`], [`Error::QueryRange`]; [`Error::Mismatch`] where plan and cache disagree;
-    /// [`Error::Parameter`] for a whole cache of several layers; [`Error::Step`] for a layer that lacks the tokens of an open step;
+    /// [`Error::Length`], or [`Error::Shape`] for strided rows; [`Error::NotFinite`], [`Error::QueryRange`]; [`Error::Mismatch`], [`Error::Batch`], [`Error::KvLen`],
+    /// [`Error::ResidualQueries`] where plan and cache disagree; [`Error::SeveralLayers`] for a whole cache of several layers; [`Error::Step`] for a layer that lacks the tokens of an open step;
     /// [`Error::OutOfMemory`] for copies of 16-bit elements.
     ///
     /// ```
@@ -317,15 +317,14 @@ impl CachedSequences<'_> {
     /// has ([`KvCache::check_queries`]).
     ///
     /// # Errors
-    /// [`Error::Mismatch`]; those of [`Problem::check`] and [`CacheLayer::check_queries`].
+    /// [`Error::Mismatch`], [`Error::Batch`], [`Error::KvLen`]; those of [`Problem::check`] and [`CacheLayer::check_queries`].
     pub fn check_problem(&self, problem: &Problem) -> Result<(), Error> {
         problem.check()?;
         let config = self.cache().config();
         if problem.batch() != self.table().lens.len() {
-            return Err(Error::Mismatch {
-                what: "batch",
-                problem: problem.batch().to_string(),
-                cache: format!("{} sequences chosen", self.table().lens.len()),
+            return Err(Error::Batch {
+                planned: problem.batch(),
+                given: self.table().lens.len(),
             });
         }
         check_source(
@@ -354,12 +353,12 @@ fn check_queries(problem: &Problem, q: WideRows<'_>, k_tensor_scales: &[f32]) ->
     let scale =
         problem.softmax_scale * LOG2_E * k_tensor_scales.iter().copied().fold(1.0, f32::max);
     // Valid queries take one pass; NaN and infinity are beyond any range.
-    let Some((index, x)) = first_of(q, |x| !((x * scale).abs() <= 1.844_674_4e19)) else {
+    let Some((at, x)) = first_of(q, |x| !((x * scale).abs() <= 1.844_674_4e19)) else {
         return Ok(());
     };
     check_finite_rows("q", q)?;
     Err(Error::QueryRange {
-        index,
+        at,
         value: x * scale,
     })
 }
@@ -374,7 +373,6 @@ fn check_source(
     for (what, problem, cache) in [
         ("head_dim", problem.head_dim, head_dim),
         ("num_kv_heads", problem.num_kv_heads, num_kv_heads),
-        ("batch", problem.batch(), problem.batch().min(lens.len())),
     ] {
         if problem != cache {
             return Err(Error::Mismatch {
@@ -384,12 +382,18 @@ fn check_source(
             });
         }
     }
+    if problem.batch() > lens.len() {
+        return Err(Error::Batch {
+            planned: problem.batch(),
+            given: lens.len(),
+        });
+    }
     let mut pairs = problem.kv_lens.iter().zip(lens).enumerate();
     match pairs.find(|(_, (planned, len))| len > planned) {
-        Some((b, (planned, len))) => Err(Error::Mismatch {
-            what: "kv_len",
-            problem: format!("at most {planned} for sequence {b}"),
-            cache: len.to_string(),
+        Some((sequence, (&planned, &tokens))) => Err(Error::KvLen {
+            sequence,
+            tokens,
+            planned,
         }),
         None => Ok(()),
     }

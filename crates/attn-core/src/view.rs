@@ -125,13 +125,13 @@ impl<'a> StridedRows<'a> {
 
     fn check(&self, what: &'static str, scheme: Scheme, problem: &Problem) -> Result<(), Error> {
         if scheme.code_bits() == 4 || scheme.is_rotated() {
-            return Err(Error::Parameter {
-                what: "view scheme",
-                given: scheme.to_string(),
-                allowed: "f16, bf16, fp8, int8-plain, int8-g32, int8-tensor; import int4 rows into pages",
-            });
+            return refuse(
+                "view scheme",
+                format_args!("{scheme}"),
+                "f16, bf16, fp8, int8-plain, int8-g32, int8-tensor; import int4 rows into pages",
+            );
         }
-        scheme.check(problem.head_dim, 64)?;
+        scheme.check(problem.head_dim)?;
         let row = problem.head_dim * scheme.code_bits() / 8;
         check_reach(what, self.code_strides, row, self.codes.len(), problem)?;
         if scheme.has_row_scales() {
@@ -405,7 +405,7 @@ pub(crate) fn check_tensor_scales(
         });
     }
     match scales.iter().find(|s| !SCALES.contains(*s)) {
-        Some(s) => refuse("tensor scale", s, "1e-15 to 1e15"),
+        Some(s) => refuse("tensor scale", *s, "1e-15 to 1e15"),
         None => Ok(()),
     }
 }

@@ -4,7 +4,7 @@ use std::{borrow::Cow, ops::Range};
 
 use crate::{
     elements::ElementsMut,
-    error::{Error, filled, first, reserve},
+    error::{ElementIndex, Error, filled, first, reserve},
     format::Scheme,
     row_layout::{Layout, scatter},
 };
@@ -269,32 +269,36 @@ pub(crate) fn check_values(
 ) -> Result<(), Error> {
     let limit = scheme.max_magnitude();
     // NaN is beyond any limit.
-    let Some((index, value)) = first_of(rows, |v| !(v.abs() <= limit)) else {
+    let Some((at, value)) = first_of(rows, |v| !(v.abs() <= limit)) else {
         return Ok(());
     };
     check_finite_rows(what, rows)?;
     Err(Error::Magnitude {
         what,
-        index,
+        at,
         value,
         scheme,
         limit,
     })
 }
 
-/// The first number of rows that `is_bad`, and its index among them.
-pub(crate) fn first_of(rows: WideRows<'_>, is_bad: impl Fn(f32) -> bool) -> Option<(usize, f32)> {
+/// The first number of rows that `is_bad`, and its place among them.
+pub(crate) fn first_of(
+    rows: WideRows<'_>,
+    is_bad: impl Fn(f32) -> bool,
+) -> Option<(ElementIndex, f32)> {
     let mut runs = rows.runs();
     runs.find_map(|(start, run)| {
         let index = first(run, &is_bad)?;
-        Some((start + index, run[index]))
+        let at = ElementIndex::of_row(start + index, rows.shape());
+        Some((at, run[index]))
     })
 }
 
 /// Refuses NaN and infinity.
 pub(crate) fn check_finite_rows(what: &'static str, rows: WideRows<'_>) -> Result<(), Error> {
     match first_of(rows, |v| !v.is_finite()) {
-        Some((index, value)) => Err(Error::NotFinite { what, index, value }),
+        Some((at, value)) => Err(Error::NotFinite { what, at, value }),
         None => Ok(()),
     }
 }

@@ -9,7 +9,7 @@ use std::sync::{
 };
 
 use attn_core::{
-    Append, CacheConfig, Error, Heads, HostPages, KvCache, KvFormat, Scheme,
+    Append, CacheConfig, ElementIndex, Error, Heads, HostPages, KvCache, KvFormat, Scheme,
     internals::order_free_pages,
 };
 use limited::limited;
@@ -224,13 +224,18 @@ fn values_that_no_cache_holds_are_refused(#[case] side: usize, #[case] name: &st
         };
         let mut x = [vec![1.0; DIM], vec![1.0; DIM]];
         x[side][5] = bad;
+        let fifth = ElementIndex::Row {
+            token: 0,
+            head: 0,
+            dim: 5,
+        };
         let result = cache.append(0, &x[0], &x[1]);
         match result {
-            Err(Error::NotFinite { what, index, .. }) if !bad.is_finite() => {
-                assert_eq!((what, index), (name, 5))
+            Err(Error::NotFinite { what, at, .. }) if !bad.is_finite() => {
+                assert_eq!((what, at), (name, fifth))
             }
-            Err(Error::Magnitude { what, index, .. }) if bad.is_finite() && bad.abs() > most => {
-                assert_eq!((what, index), (name, 5))
+            Err(Error::Magnitude { what, at, .. }) if bad.is_finite() && bad.abs() > most => {
+                assert_eq!((what, at), (name, fifth))
             }
             Ok(()) if bad.is_finite() && bad.abs() <= most => continue,
             other => panic!("{format}, {bad}: {other:?}"),
@@ -316,7 +321,7 @@ fn a_store_of_other_pages_than_the_configs_is_refused() {
         let store = HostPages::new(&other).unwrap();
         let error = KvCache::new(config.clone(), Box::new(store)).err();
         assert!(
-            matches!(error, Some(Error::Mismatch { what, .. }) if what == name),
+            matches!(error, Some(Error::StoreMismatch { what, .. }) if what == name),
             "{name}: {error:?}"
         );
     }
@@ -365,13 +370,7 @@ fn appends_of_any_number_of_tokens_are_typed_errors() {
         ],
         |_, _| Ok(()),
     );
-    assert!(matches!(
-        twice,
-        Err(Error::Parameter {
-            what: "sequence to append to",
-            ..
-        })
-    ));
+    assert!(matches!(twice, Err(Error::Repeated { sequence: 1 })));
     cache
         .append_with(
             &[Append {

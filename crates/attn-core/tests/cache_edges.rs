@@ -112,13 +112,7 @@ fn a_sequence_named_twice_is_refused(#[case] appends: &[Append]) {
     let mut cache = cache(KvFormat::INT8, 1, 4);
     let error = cache.append_with(appends, |_, _| Ok(())).unwrap_err();
     assert!(
-        matches!(
-            error,
-            Error::Parameter {
-                what: "sequence to append to",
-                ..
-            }
-        ),
+        matches!(error, Error::Repeated { sequence } if sequence == appends[0].sequence),
         "{error}"
     );
     assert_eq!(cache.free_pages(), 4);

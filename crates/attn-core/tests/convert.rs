@@ -350,7 +350,7 @@ fn formats_without_a_counterpart_are_named() {
         "{error}"
     );
     let error = export(&layout, &pages, 1, Side::V, RowFormat::Q8_0, Order::Bsnh).unwrap_err();
-    assert!(matches!(error, Error::Mismatch { .. }), "{error}");
+    assert!(matches!(error, Error::RowScheme { .. }), "{error}");
 }
 
 #[test]

@@ -114,16 +114,7 @@ fn rows_of_another_scheme_are_named_on_either_side() {
     };
     for (k, v) in [(bf16, f16), (f16, bf16)] {
         let error = import(&layout, 0, 1, &of(k), &of(v)).unwrap_err();
-        assert!(
-            matches!(
-                error,
-                Error::Mismatch {
-                    what: "scheme of the rows",
-                    ..
-                }
-            ),
-            "{error}"
-        );
+        assert!(matches!(error, Error::RowScheme { .. }), "{error}");
     }
     let pages = import(&layout, 0, 1, &of(f16), &of(f16)).unwrap();
     assert!(export(&layout, &pages, 1, Side::K, bf16, Order::Bnsh).is_err());

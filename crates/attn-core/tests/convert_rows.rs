@@ -1,7 +1,7 @@
 //! Rows of other engines, byte by byte: their quantizers where formulas branch, and values that no row may have.
 
 use attn_core::{
-    Error, KvFormat, PageLayout, Scheme, StridedRows,
+    ElementIndex, Error, KvFormat, PageLayout, Scheme, StridedRows,
     convert::{
         ExternalRows, Order, RowFormat, Side, export, import,
         rows::{fbgemm_int4_row, q4_0_row, q8_0_row},
@@ -142,9 +142,9 @@ fn fbgemm_rows_are_of_known_dims_and_groups() {
     for (len, groups, name) in [
         (0, 1, "head_dim"),
         (72, 1, "head_dim"),
-        (64, 0, "scheme"),
-        (64, 3, "scheme"),
-        (80, 2, "scheme"),
+        (64, 0, "format"),
+        (64, 3, "format"),
+        (80, 2, "format"),
     ] {
         let mut row = vec![7; 4 * groups as usize + len / 2];
         let error = fbgemm_int4_row(&vec![1.0; len], groups, &mut row).unwrap_err();
@@ -236,7 +236,7 @@ fn rows_of_other_lengths_and_values_are_named() {
                 error,
                 Error::NotFinite {
                     what: "x",
-                    index: 40,
+                    at: ElementIndex::Flat(40),
                     ..
                 }
             ),

@@ -157,7 +157,7 @@ fn a_truncation_keeps_the_dropped_tokens_or_none(
     for len in [255, 1] {
         let refused = cache.truncate(0, len);
         assert!(
-            matches!(refused, Err(Error::Dropped { first, kept: 256, .. }) if first == len),
+            matches!(refused, Err(Error::Truncate { given, least: 256, .. }) if given == len),
             "{refused:?}"
         );
         assert_eq!(*cache.table(), before);
@@ -179,7 +179,17 @@ fn bad_tokens_and_copies_are_refused_and_nothing_changes() {
     grow(&mut cache, 0, 300);
     let before = cache.table().clone();
     let beyond = cache.drop_before(0, 301);
-    assert!(matches!(beyond, Err(Error::Parameter { .. })), "{beyond:?}");
+    assert!(
+        matches!(
+            beyond,
+            Err(Error::PastEnd {
+                given: 301,
+                tokens: 300,
+                ..
+            })
+        ),
+        "{beyond:?}"
+    );
     let missing = cache.drop_before(3, 0);
     assert!(matches!(missing, Err(Error::Sequence { given: 3, .. })));
     assert_eq!(*cache.table(), before);

@@ -227,8 +227,8 @@ fn forged(image: &[u8], words: &[(usize, u32)]) -> Vec<u8> {
 #[case::many_residual_pages(48, u32::MAX, "pages")]
 #[case::reserved(52, 1, "reserved")]
 #[case::reserved_end(60, 1, "reserved")]
-#[case::format(64, 0x3820_3820, "scheme")]
-#[case::other_format(64, 0x3631_6662, "scheme")]
+#[case::format(64, 0x3820_3820, "format")]
+#[case::other_format(64, 0x3631_6662, "format")]
 #[case::scale(128, 0, "tensor scale")]
 #[case::nan_scale(140, 0x7fc0_0000, "tensor scale")]
 fn a_header_that_says_something_else_is_refused(
@@ -298,8 +298,9 @@ fn a_sequence_that_is_not_there_not_empty_or_too_long_keeps_what_it_has() {
     assert!(
         matches!(
             error,
-            Error::Parameter {
-                what: "restore target",
+            Error::NotEmpty {
+                sequence: 2,
+                tokens: 1,
                 ..
             }
         ),

@@ -6,8 +6,8 @@ mod limited;
 mod taken_back;
 
 use attn_core::{
-    Append, CacheConfig, DecodeStep, Error, Heads, HostPages, KvCache, KvSource, PageTable, Plan,
-    Problem, SequenceImage,
+    Append, CacheConfig, DecodeStep, ElementIndex, Error, Heads, HostPages, KvCache, KvSource,
+    PageTable, Plan, Problem, SequenceImage,
 };
 use rstest::rstest;
 
@@ -200,14 +200,19 @@ fn writes_out_of_turn_are_typed_errors() {
     }
     let mut bad = k.clone();
     bad[ROW + 3] = f32::INFINITY;
+    let bad_place = ElementIndex::Row {
+        token: 1,
+        head: 0,
+        dim: 3,
+    };
     let error = cache.write(1, &bad, &v).unwrap_err();
     assert!(
-        matches!(error, Error::NotFinite { what: "k", index, .. } if index == ROW + 3),
+        matches!(error, Error::NotFinite { what: "k", at, .. } if at == bad_place),
         "{error}"
     );
     let error = cache.write(1, &k, &bad).unwrap_err();
     assert!(
-        matches!(error, Error::NotFinite { what: "v", index, .. } if index == ROW + 3),
+        matches!(error, Error::NotFinite { what: "v", at, .. } if at == bad_place),
         "{error}"
     );
     // What was refused is not written; layers come in any order, each once.
@@ -263,7 +268,7 @@ fn a_layer_is_attended_once_it_is_written() {
     ] {
         let error = refused.unwrap_err();
         assert!(
-            matches!(&error, Error::Parameter { given, .. } if given == "3"),
+            matches!(&error, Error::SeveralLayers { layers: 3, .. }),
             "{error}"
         );
     }
@@ -498,6 +503,6 @@ fn a_store_of_other_layers_is_refused() {
     let refused = KvCache::new(config("int8", 3, 32, 4), Box::new(store));
     assert!(matches!(
         refused,
-        Err(Error::Mismatch { what: "layers", .. })
+        Err(Error::StoreMismatch { what: "layers", .. })
     ));
 }

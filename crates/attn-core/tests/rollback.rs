@@ -104,6 +104,44 @@ fn sixty_four_tokens_of_a_sequence_that_only_grew_can_be_taken_back(
     }
 }
 
+#[rstest]
+fn a_refusal_names_the_fewest_tokens_that_can_be_kept_and_the_most_queries(
+    #[values("int4", "int8/int4", "int4-w4", "int8")] format: &str,
+    #[values(16, 64, 128)] page_size: usize,
+    #[values(0, 250)] dropped: usize,
+) {
+    let mut cache = cache(format, page_size, 64);
+    grow_to(&mut cache, 0, 1, 333).unwrap();
+    grow_to(&mut cache, 0, 1, 500).unwrap();
+    cache.drop_before(0, dropped).unwrap();
+    match cache.check_truncate(0, 1) {
+        Err(Error::Truncate { least, .. }) => {
+            for len in 1..=500 {
+                let is_taken = cache.check_truncate(0, len).is_ok();
+                assert_eq!(is_taken, len >= least, "{len}, {least}");
+            }
+        }
+        other => {
+            other.unwrap();
+            assert!(format == "int8" && dropped == 0);
+        }
+    }
+    let queries = |q_len| cache.check_queries(&Problem::new(HEADS, [500]).q_len(q_len));
+    match queries(450) {
+        Err(Error::ResidualQueries { most, q_len, .. }) => {
+            assert_eq!(q_len, 450);
+            for q_len in 1..=450 {
+                assert_eq!(queries(q_len).is_ok(), q_len <= most, "{q_len}, {most}");
+            }
+        }
+        Err(Error::Dropped { .. }) => assert!(dropped > 0),
+        other => {
+            other.unwrap();
+            assert!(format == "int8" && dropped == 0);
+        }
+    }
+}
+
 #[test]
 fn what_the_residuals_do_not_reach_is_refused_and_nothing_changes() {
     let mut cache = cache("int4", 16, 64);
@@ -114,8 +152,14 @@ fn what_the_residuals_do_not_reach_is_refused_and_nothing_changes() {
         cache.read_back(0).unwrap(),
     );
     for (len, what) in [
-        (300, "residuals from token"),
-        (501, "501 of sequence 0's 500"),
+        (
+            300,
+            "can be truncated to 320 or more, or to 0, but not to 300",
+        ),
+        (
+            501,
+            "is 501, but sequence 0 has 500 tokens; pass at most 500",
+        ),
     ] {
         let said = cache.truncate(0, len).unwrap_err().to_string();
         assert!(said.contains(what), "{said}");
@@ -208,7 +252,7 @@ fn as_many_pages_are_needed_as_an_append_takes(#[values("int8", "int4")] format:
     }; 2];
     assert!(matches!(
         cache.pages_needed(&twice),
-        Err(Error::Parameter { .. })
+        Err(Error::Repeated { sequence: 1 })
     ));
 }
 
@@ -242,6 +286,10 @@ fn a_batch_has_any_sequences_in_any_order() {
     let refused = attn_core::DecodeStep::new(&plan, &q, KvSource::Sequences(&others), &mut out);
     assert!(matches!(
         refused.err(),
-        Some(Error::Mismatch { what: "kv_len", .. })
+        Some(Error::KvLen {
+            sequence: 0,
+            tokens: 40,
+            planned: 7
+        })
     ));
 }

@@ -264,17 +264,20 @@ fn what_gives_no_rotation_is_refused() {
         factors: vec![1.0; 31],
         attention_factor: 1.0,
     };
-    parameter(Rotary::new(64, 1e4, &short).unwrap_err(), "holds 31");
+    parameter(
+        Rotary::new(64, 1e4, &short).unwrap_err(),
+        "but 31 were given",
+    );
     let rotary = Rotary::new(64, 1e4, &none).unwrap();
     let huge = rotary.table(0..usize::MAX).unwrap_err();
     assert!(matches!(huge, Error::OutOfMemory { .. }), "{huge}");
     parameter(
         RotaryTable::from_cos_sin(4, &[f16::ONE; 6]).unwrap_err(),
-        "needs 8",
+        "must have 8 elements",
     );
     parameter(
         RotaryTable::from_cos_sin(2, &[0.0, f32::NAN]).unwrap_err(),
-        "cos_sin[1]",
+        "cos_sin is NaN at index 1",
     );
     let table = rotary.table(0..4).unwrap();
     let mut x = [1.0; 128];
@@ -286,7 +289,7 @@ fn what_gives_no_rotation_is_refused() {
     for (head_dim, len, position, word) in [
         (48, 96, 0, "head_dim"),
         (0, 96, 0, "head_dim"),
-        (64, 96, 0, "needs 128"),
+        (64, 96, 0, "must have 128 elements"),
         (64, 128, 4, "position is 4"),
         (64, 128, usize::MAX, "position"),
     ] {

@@ -198,8 +198,8 @@ fn schemes_without_rows_of_their_own_and_odd_groups_are_refused() {
         ("int4", 64, "view scheme"),
         ("int8", 64, "view scheme"),
         ("int8-plain/int8", 64, "view scheme"),
-        ("int8-g32/int8-plain", 80, "scheme"),
-        ("int8-plain/int8-g32", 80, "scheme"),
+        ("int8-g32/int8-plain", 80, "format"),
+        ("int8-plain/int8-g32", 80, "format"),
     ] {
         let problem = Problem::new(Heads { q: 1, kv: 1, dim }, vec![2]);
         let rows = StridedRows::bnsh(&codes, &scales, 1, 2, dim, 2);

@@ -54,13 +54,13 @@ impl Options {
     /// [`Unsupported::Absent`] for a value that is not allowed.
     pub fn from_env() -> Result<Self, Unsupported> {
         let isa = |name: &str| {
-            name.parse()
-                .map_err(|_| format!("{name}; allowed: {}", Isa::NAMES))
+            let isa = name.parse();
+            isa.map_err(|_| Isa::NAMES.to_owned())
         };
         let pin = |text: &str| match text {
             "0" => Ok(false),
             "1" => Ok(true),
-            other => Err(format!("{other}; allowed: 0, 1")),
+            _ => Err("0, 1".to_owned()),
         };
         let default = Options::default();
         Ok(Options {

@@ -206,11 +206,10 @@ impl DecodeAttention for CudaBackend {
     fn supports(&self, problem: &Problem, format: KvFormat) -> Result<(), Unsupported> {
         let defined = problem
             .check()
-            .and_then(|()| format.check(problem.head_dim, 64));
-        defined.map_err(|error| Unsupported::NoKernel {
+            .and_then(|()| format.check(problem.head_dim));
+        defined.map_err(|error| Unsupported::Undefined {
             backend: BACKEND,
-            what: error.to_string(),
-            built: "what the library defines".into(),
+            reason: error.to_string(),
         })?;
         let (instance, ..) = native::choose(&self.device, problem, format, USUAL)?;
         images::obtainable(&instance, self.device.arch).map_err(|error| Unsupported::Absent {

@@ -261,11 +261,11 @@ impl DeviceSteps {
         problem.check_shards()?;
         problem.sinks = None;
         if rows.spans < num_spans(longest).max(1) {
-            return Err(Error::Parameter {
-                what: "spans",
-                given: format!("{} for a sequence of {longest} tokens", rows.spans),
-                allowed: "one for each 1024 tokens of the longest sequence, and one at least",
-            });
+            return Err(Error::parameter(
+                "spans",
+                format_args!("{} for a sequence of {longest} tokens", rows.spans),
+                "one for each 1024 tokens of the longest sequence, and one at least",
+            ));
         }
         let _step = events::attend(BACKEND, &problem);
         self.begin(stream)?;
@@ -437,11 +437,11 @@ impl DeviceSteps {
         if status.map_err(failed("asking a stream for its state"))?
             != sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE
         {
-            return Err(Error::Parameter {
-                what: "stream",
-                given: "one that is captured into a graph".into(),
-                allowed: "a stream that runs: lengths and pages of a KvCache change on the host; capture decode_on and append_slots_on, which read them on the device",
-            });
+            return Err(Error::parameter(
+                "stream",
+                format_args!("one that is captured into a graph"),
+                "a stream that runs: lengths and pages of a KvCache change on the host; capture decode_on and append_slots_on, which read them on the device",
+            ));
         }
         self.order(stream.raw())
     }

@@ -1,6 +1,6 @@
 //! Page tables as launches read them: a row for each sequence.
 
-use attn_core::{Error, PageTable, Problem};
+use attn_core::{Error, PageTable, Problem, error::refuse};
 
 use crate::sizes;
 
@@ -36,16 +36,19 @@ impl DeviceTables {
         [page_size, slots]: [usize; 2],
         num_pages: usize,
     ) -> Result<Self, Error> {
-        let differ = |what, problem: String| {
-            Err(Error::Mismatch {
+        let too_few = |what, given, needed| {
+            Err(Error::Length {
                 what,
-                problem,
-                cache: format!("a pool of {num_pages} pages"),
+                given,
+                needed,
             })
         };
         let batch = problem.batch();
         if cache.pages.len() < batch || cache.residual_pages.len() < batch {
-            return differ("batch", batch.to_string());
+            return Err(Error::Batch {
+                planned: batch,
+                given: cache.pages.len().min(cache.residual_pages.len()),
+            });
         }
         let pages = &cache.pages[..batch];
         let longest = pages.iter().map(Vec::len).max().unwrap_or(0);
@@ -55,17 +58,19 @@ impl DeviceTables {
         let residual_entries = sizes::product("slots of residual pages", &[batch, slots])?;
         let (mut table, mut residuals) = (with_room(entries)?, with_room(residual_entries)?);
         for (b, (own, kv_len)) in pages.iter().zip(&problem.kv_lens).enumerate() {
-            if own.len() < kv_len.div_ceil(page_size) {
-                return differ("kv_len", format!("{kv_len} in {} pages", own.len()));
+            let needed = kv_len.div_ceil(page_size);
+            if own.len() < needed {
+                return too_few("the pages of a sequence", own.len(), needed);
             }
             let of_last = &cache.residual_pages[b];
             let is_kept = |page: &u32| *page != PageTable::DROPPED;
             if slots > 0 && of_last.is_empty() && own.last().is_some_and(is_kept) {
-                return differ("residual pages", format!("those of sequence {b}"));
+                return too_few("the residual pages of a sequence", 0, 1);
             }
             let mut all = own.iter().filter(|page| is_kept(page)).chain(of_last);
             if let Some(page) = all.find(|page| **page as usize >= num_pages) {
-                return differ("page", page.to_string());
+                let given = format_args!("{page} of {num_pages}");
+                return refuse("page", given, "a page of the pool, counted from 0");
             }
             table.extend(own.iter().map(|page| (*page).min(zeros)));
             table.resize((b + 1) * stride, zeros);
@@ -89,10 +94,12 @@ impl DeviceTables {
     ) -> Result<Self, Error> {
         let stride = max_kv_len.div_ceil(page_size).max(1);
         let pages = sizes::product("pages of a view", &[batch, stride])?;
-        let last = u32::try_from(pages).map_err(|_| Error::Parameter {
-            what: "pages of a view",
-            given: pages.to_string(),
-            allowed: "less than 2^32; decode fewer sequences at once",
+        let last = u32::try_from(pages).map_err(|_| {
+            Error::parameter(
+                "pages of a view",
+                pages,
+                "less than 2^32; decode fewer sequences at once",
+            )
         })?;
         let mut table = with_room(pages)?;
         table.extend(0..last);

@@ -44,13 +44,12 @@ impl Options {
     /// [`Unsupported::Absent`] for a value that is not allowed.
     pub fn from_env() -> Result<Self, Unsupported> {
         let arch = |name: &str| {
-            Arch::from_name(name)
-                .ok_or_else(|| format!("{name}; allowed: sm_80, sm_90a, compute_80"))
+            Arch::from_name(name).ok_or_else(|| "sm_80, sm_90a, compute_80".to_owned())
         };
         let flag = |text: &str| match text {
             "1" => Ok(true),
             "0" => Ok(false),
-            other => Err(format!("{other}; allowed: 1, 0")),
+            _ => Err("1, 0".to_owned()),
         };
         Ok(Options {
             ordinal: 0,

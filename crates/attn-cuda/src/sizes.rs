@@ -8,14 +8,10 @@ use attn_core::Error;
 /// [`Error::Parameter`] for `what` if it needs more than 64 bits.
 pub fn product(what: &'static str, factors: &[usize]) -> Result<usize, Error> {
     let product = factors.iter().try_fold(1usize, |p, n| p.checked_mul(*n));
-    product.ok_or_else(|| Error::Parameter {
-        what,
-        given: factors
-            .iter()
-            .map(usize::to_string)
-            .collect::<Vec<_>>()
-            .join(" · "),
-        allowed: "less than 2^64; decode fewer sequences or make a smaller cache",
+    product.ok_or_else(|| {
+        let factors: Vec<String> = factors.iter().map(usize::to_string).collect();
+        let allowed = "less than 2^64; decode fewer sequences or make a smaller cache";
+        Error::parameter(what, format_args!("{}", factors.join(" · ")), allowed)
     })
 }
 
@@ -24,10 +20,12 @@ pub fn product(what: &'static str, factors: &[usize]) -> Result<usize, Error> {
 /// # Errors
 /// [`Error::Parameter`] for `what` if `n` needs more than 31 bits.
 pub(crate) fn int(what: &'static str, n: usize) -> Result<i32, Error> {
-    i32::try_from(n).map_err(|_| Error::Parameter {
-        what,
-        given: n.to_string(),
-        allowed: "at most 2147483647, which is what CUDA kernels count to",
+    i32::try_from(n).map_err(|_| {
+        Error::parameter(
+            what,
+            n,
+            "at most 2147483647, which is what CUDA kernels count to",
+        )
     })
 }
 
@@ -40,11 +38,7 @@ const GRID_ROWS: usize = 65_535;
 /// [`Error::Parameter`].
 pub(crate) fn check_grid(what: &'static str, n: usize, allowed: &'static str) -> Result<(), Error> {
     if n > GRID_ROWS {
-        return Err(Error::Parameter {
-            what,
-            given: n.to_string(),
-            allowed,
-        });
+        return Err(Error::parameter(what, n, allowed));
     }
     Ok(())
 }

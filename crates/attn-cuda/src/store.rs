@@ -84,11 +84,11 @@ fn runs(
             let has_slot = i + slots >= pages && slots > 0;
             let is_last = i + 1 == pages && slots > 0;
             if residual.is_some() && !has_slot || residual.is_none() && is_last {
-                return Err(Error::Parameter {
-                    what: "residual page",
-                    given: format!("{residual:?} of page {i} of {pages}"),
-                    allowed: "a page of the pool for those of the last pages that keep residuals, the last one among them; none for others",
-                });
+                return Err(Error::parameter(
+                    "residual page",
+                    format_args!("{residual:?} of page {i} of {pages}"),
+                    "a page of the pool for those of the last pages that keep residuals, the last one among them; none for others",
+                ));
             }
             if let Some(page) = residual {
                 ring[i % slots] = *page;
@@ -135,11 +135,11 @@ fn check_writes(
         }
         check_page(write.page, num_pages)?;
         if write.token >= layout.page_size() {
-            return Err(Error::Parameter {
-                what: "token of a page",
-                given: write.token.to_string(),
-                allowed: "an index below page_size",
-            });
+            return Err(Error::parameter(
+                "token of a page",
+                write.token,
+                "an index below page_size",
+            ));
         }
         if let Some(page) = write.residual_page {
             check_page(page, num_pages)?;
@@ -157,11 +157,7 @@ fn check_layer(given: usize, count: usize) -> Result<(), Error> {
 
 fn check_page(page: u32, num_pages: usize) -> Result<(), Error> {
     if page as usize >= num_pages {
-        return Err(Error::Parameter {
-            what: "page",
-            given: page.to_string(),
-            allowed: "a page of the pool",
-        });
+        return Err(Error::parameter("page", page, "a page of the pool"));
     }
     Ok(())
 }

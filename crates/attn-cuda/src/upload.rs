@@ -22,10 +22,12 @@ impl<'a> Upload<'a> {
         let at = self.bytes;
         let end = at.checked_add(bytes);
         let end = end.and_then(|end| end.checked_next_multiple_of(256));
-        self.bytes = end.ok_or_else(|| Error::Parameter {
-            what: "bytes of device memory",
-            given: format!("{at} + {bytes}"),
-            allowed: "less than 2^64; decode fewer sequences at once",
+        self.bytes = end.ok_or_else(|| {
+            Error::parameter(
+                "bytes of device memory",
+                format_args!("{at} + {bytes}"),
+                "less than 2^64; decode fewer sequences at once",
+            )
         })?;
         Ok(at)
     }

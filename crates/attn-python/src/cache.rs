@@ -580,7 +580,7 @@ impl Cache {
 #[cfg(not(feature = "cuda"))]
 fn no_cuda(array: &Array<'_>) -> PyErr {
     errors::shape(format!(
-        "{} lies on a CUDA device, and this build of attn has no feature \"cuda\"; copy it to the CPU",
+        "{} lies on a CUDA device, and this build of the package leaves CUDA out, which `pip install ./crates/attn-python` has; copy it to the CPU",
         array.what
     ))
 }

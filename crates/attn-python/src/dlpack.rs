@@ -2,7 +2,10 @@
 //!
 //! A capsule is borrowed: it is not renamed, so whoever made it frees the tensor when the capsule dies, which an [`Array`] prevents.
 
-use std::ffi::{CStr, c_void};
+use std::{
+    ffi::{CStr, c_void},
+    fmt,
+};
 
 use attn::{ElementsMut, Rows, RowsMut};
 use half::{bf16, f16};
@@ -32,7 +35,7 @@ struct Tensor {
 }
 
 /// Number format of an array.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Dtype {
     F32,
     F16,
@@ -66,6 +69,46 @@ impl Dtype {
     }
 }
 
+/// The name in numpy and torch: errors show formats by `{:?}`, alone and in lists.
+impl fmt::Debug for Dtype {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Dtype::F32 => "float32",
+            Dtype::F16 => "float16",
+            Dtype::Bf16 => "bfloat16",
+            Dtype::U8 => "uint8",
+            Dtype::I32 => "int32",
+            Dtype::I64 => "int64",
+        })
+    }
+}
+
+/// What numpy and torch call the elements of DLPack's type code, of so many bits and lanes.
+fn type_name(code: u8, bits: u8, lanes: u16) -> String {
+    let kind = match code {
+        0 => "int",
+        1 => "uint",
+        2 => "float",
+        4 => "bfloat",
+        5 => "complex",
+        6 => return "bool".to_owned(),
+        7 => return "float8_e3m4".to_owned(),
+        8 => return "float8_e4m3".to_owned(),
+        9 => return "float8_e4m3b11fnuz".to_owned(),
+        10 => return "float8_e4m3fn".to_owned(),
+        11 => return "float8_e4m3fnuz".to_owned(),
+        12 => return "float8_e5m2".to_owned(),
+        13 => return "float8_e5m2fnuz".to_owned(),
+        14 => return "float8_e8m0fnu".to_owned(),
+        17 => return "float4_e2m1fn".to_owned(),
+        other => return format!("DLPack's code {other} with {bits} bits"),
+    };
+    match lanes {
+        1 => format!("{kind}{bits}"),
+        lanes => format!("{kind}{bits} in vectors of {lanes}"),
+    }
+}
+
 /// An array that lives as long as its capsule, which this holds.
 pub struct Array<'py> {
     /// What the array is called in errors.
@@ -95,8 +138,8 @@ impl<'py> Array<'py> {
         let tensor = unsafe { pointer.cast::<Tensor>().as_ref() };
         let dtype = Dtype::of(tensor).ok_or_else(|| {
             errors::shape(format!(
-                "{what} has elements of {} bits of DLPack's kind {}; allowed: float32, float16, bfloat16 (and uint8, int32, int64 where the documentation says so)",
-                tensor.bits, tensor.code
+                "{what} has elements of type {}; allowed: float32, float16, bfloat16; convert it, with .to(torch.float32) or .astype(numpy.float32)",
+                type_name(tensor.code, tensor.bits, tensor.lanes)
             ))
         })?;
         let cuda = match tensor.device_type {

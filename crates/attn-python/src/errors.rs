@@ -1,6 +1,6 @@
 //! The library's errors as Python's: each kind is a class of `attn._errors`, and the message is the library's own sentence.
 
-use attn::{Error, Unsupported};
+use attn::{Error, ErrorKind, Unsupported};
 use pyo3::{exceptions::PyRuntimeError, prelude::*};
 
 /// An error of the class of this name in `attn._errors`.
@@ -34,25 +34,35 @@ pub fn device(message: impl Into<String>) -> PyErr {
     raise("DeviceError", message.into())
 }
 
+/// The refusal of a backend, where the package leaves it out with the way to a package that has it.
+pub fn of_package(reason: Unsupported) -> Unsupported {
+    match reason {
+        Unsupported::NotBuilt { backend } => Unsupported::Absent {
+            backend,
+            reason: "this build of the Python package leaves it out".to_owned(),
+            next_step: format!(
+                "MATURIN_PEP517_ARGS=\"--features {backend}\" pip install ./crates/attn-python builds one that has it"
+            ),
+        },
+        reason => reason,
+    }
+}
+
 /// The library's error; a device's failure with all of its causes.
 pub fn of(error: Error) -> PyErr {
-    let class = match &error {
-        Error::Parameter { .. } | Error::BadBytes { .. } | Error::Layer { .. } => "ParameterError",
-        Error::Length { .. }
-        | Error::Shape { .. }
-        | Error::Mismatch { .. }
-        | Error::ImageMismatch { .. }
-        | Error::Step { .. }
-        | Error::Dropped { .. } => "ShapeError",
-        Error::NotFinite { .. } | Error::Magnitude { .. } | Error::QueryRange { .. } => {
-            "NumberError"
-        }
-        Error::CacheFull { .. } => "CacheFullError",
-        Error::Sequence { .. } => "SequenceError",
-        Error::OutOfMemory { .. } => "OutOfMemoryError",
-        Error::Unsupported(_) => "UnsupportedError",
-        Error::Device { .. } | Error::WrongBackend { .. } => "DeviceError",
-        _ => "AttnError",
+    let error = match error {
+        Error::Unsupported(reason) => Error::Unsupported(of_package(reason)),
+        error => error,
+    };
+    let class = match error.kind() {
+        ErrorKind::Parameter => "ParameterError",
+        ErrorKind::Shape => "ShapeError",
+        ErrorKind::Number => "NumberError",
+        ErrorKind::CacheFull => "CacheFullError",
+        ErrorKind::Sequence => "SequenceError",
+        ErrorKind::OutOfMemory => "OutOfMemoryError",
+        ErrorKind::Unsupported => "UnsupportedError",
+        ErrorKind::Device => "DeviceError",
     };
     let mut message = error.to_string();
     let mut cause = std::error::Error::source(&error);

@@ -70,9 +70,15 @@ fn queries(
 ) -> PyResult<RotaryQueries> {
     q.check_rank(3, "[tokens, heads, dim]")?;
     let (memory, q_dtype) = gpu.floats(q, 1)?;
-    if q.shape[..] != shape || q_dtype != dtype {
+    if q_dtype != dtype {
         return Err(errors::shape(format!(
-            "q has the shape {:?} in {q_dtype:?}; needed: {shape:?} in {dtype:?}, as k has it",
+            "q has elements of type {:?}, and k others; pass both in one",
+            q.dtype
+        )));
+    }
+    if q.shape[..] != shape {
+        return Err(errors::shape(format!(
+            "q has the shape {:?}; needed: {shape:?}, as k has it",
             q.shape
         )));
     }

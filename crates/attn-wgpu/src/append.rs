@@ -7,6 +7,7 @@ use std::sync::{Arc, Mutex};
 use attn_core::{
     CacheConfig, Error, PageLayout, TokenWrite, WideRows,
     arithmetic::{ROUND, ROUND_WEIGHT},
+    error::refuse,
     format::Window,
 };
 use attn_kernels::wgsl::{append::AppendKey, params::AppendParams};
@@ -93,23 +94,16 @@ fn check_writes(
     writes: &[TokenWrite],
     tokens: usize,
 ) -> Result<(), Error> {
-    let refuse = |what, given: String, allowed| {
-        Err(Error::Parameter {
-            what,
-            given,
-            allowed,
-        })
-    };
     let has_residuals = layout.format().window() != Window::None;
     for write in writes {
         let pages = [Some(write.page), write.residual_page];
         if let Some(page) = pages.iter().flatten().find(|p| **p as usize >= num_pages) {
-            let given = format!("{page} of {num_pages}");
+            let given = format_args!("{page} of {num_pages}");
             return refuse("page to write", given, "a page of the pool");
         }
         let residual = write.residual_page;
         if residual == Some(write.page) || residual.is_some() && !has_residuals {
-            let given = format!("{residual:?} beside page {}", write.page);
+            let given = format_args!("{residual:?} beside page {}", write.page);
             return refuse(
                 "residual page",
                 given,
@@ -117,11 +111,11 @@ fn check_writes(
             );
         }
         if write.token >= layout.page_size() {
-            let given = format!("{} of {}", write.token, layout.page_size());
+            let given = format_args!("{} of {}", write.token, layout.page_size());
             return refuse("token to write", given, "a token of the page");
         }
         if write.source >= tokens {
-            let given = format!("{} of {tokens}", write.source);
+            let given = format_args!("{} of {tokens}", write.source);
             return refuse("source of a token", given, "a token of k and v");
         }
     }

@@ -189,12 +189,18 @@ impl WgpuBackend {
             return mismatch("num_kv_heads", problem.num_kv_heads, config.num_kv_heads);
         }
         if problem.batch() > table.lens.len() {
-            return mismatch("batch", problem.batch(), table.lens.len());
+            return Err(Error::Batch {
+                planned: problem.batch(),
+                given: table.lens.len(),
+            });
         }
-        for (want, have) in problem.kv_lens.iter().zip(&table.lens) {
-            if want != have {
-                return mismatch("kv_len", *want, *have);
-            }
+        let mut lens = problem.kv_lens.iter().zip(&table.lens).enumerate();
+        if let Some((sequence, (&planned, &tokens))) = lens.find(|(_, (want, have))| want != have) {
+            return Err(Error::KvLen {
+                sequence,
+                tokens,
+                planned,
+            });
         }
         let (_, pool) = self.pages(layer.cache(), layer.index())?;
         let [k_tensor_scales, v_tensor_scales] = layer.tensor_scales();
@@ -336,7 +342,7 @@ impl WgpuBackend {
     fn check(&self, problem: &Problem, format: KvFormat) -> Result<(), Error> {
         problem.check()?;
         problem.check_whole(BACKEND)?;
-        format.check(problem.head_dim, 64)?;
+        format.check(problem.head_dim)?;
         Ok(self.supports(problem, format)?)
     }
 

@@ -149,11 +149,11 @@ fn check_list(
         .skip(first)
         .find(|page| **page as usize >= num_pages)
     {
-        Some(page) => Err(Error::Parameter {
-            what: "page",
-            given: format!("{page} of {num_pages}"),
-            allowed: "a page of the pool",
-        }),
+        Some(page) => Err(Error::parameter(
+            "page",
+            format_args!("{page} of {num_pages}"),
+            "a page of the pool",
+        )),
         None => Ok(()),
     }
 }

@@ -45,13 +45,13 @@ impl Options {
         let features = |text: &str| match text {
             "all" => Ok(AdapterFeatures::All),
             "none" => Ok(AdapterFeatures::None),
-            other => Err(format!("{other}; allowed: all, none")),
+            _ => Err("all, none".to_owned()),
         };
         let items = |text: &str| match text {
             "auto" => Ok(None),
             "tiles" => Ok(Some(true)),
             "segments" => Ok(Some(false)),
-            other => Err(format!("{other}; allowed: auto, tiles, segments")),
+            _ => Err("auto, tiles, segments".to_owned()),
         };
         let mut tuning = Tuning::default();
         tuning.by_tiles = option_from_env(BACKEND, "ATTN_WGPU_ITEMS", items)?.flatten();

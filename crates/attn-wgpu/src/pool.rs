@@ -74,11 +74,11 @@ impl Pool {
     fn parts(&self, pages: &[u32], bytes: usize) -> Result<Vec<(&wgpu::Buffer, u64, u64)>, Error> {
         let (size, per_buffer) = (self.layout.page_bytes(), self.pages_per_buffer);
         if let Some(page) = pages.iter().find(|page| **page as usize >= self.num_pages) {
-            return Err(Error::Parameter {
-                what: "page",
-                given: format!("{page} of {}", self.num_pages),
-                allowed: "a page of the pool",
-            });
+            return Err(Error::parameter(
+                "page",
+                format_args!("{page} of {}", self.num_pages),
+                "a page of the pool",
+            ));
         }
         let needed = pages.len().saturating_mul(size);
         if bytes != needed {

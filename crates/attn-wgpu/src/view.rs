@@ -99,11 +99,11 @@ impl DeviceRows<'_> {
         align: usize,
     ) -> Result<[u64; 2], Error> {
         if scheme.code_bits() == 4 || scheme.is_rotated() {
-            return Err(Error::Parameter {
-                what: "view scheme",
-                given: scheme.to_string(),
-                allowed: "f16, bf16, fp8, int8-plain, int8-g32, int8-tensor; import int4 rows into pages",
-            });
+            return Err(Error::parameter(
+                "view scheme",
+                format_args!("{scheme}"),
+                "f16, bf16, fp8, int8-plain, int8-g32, int8-tensor; import int4 rows into pages",
+            ));
         }
         let strides = self.code_strides;
         if [self.codes_at]
@@ -165,11 +165,7 @@ impl DeviceView<'_> {
                 });
             }
             if let Some(scale) = scales.iter().find(|s| !(1e-15..=1e15).contains(*s)) {
-                return Err(Error::Parameter {
-                    what: "tensor scale",
-                    given: scale.to_string(),
-                    allowed: "1e-15 to 1e15",
-                });
+                return Err(Error::parameter("tensor scale", *scale, "1e-15 to 1e15"));
             }
         }
         let stored = |binding, buffer: &wgpu::Buffer, bytes| Stored {

@@ -40,11 +40,8 @@ impl DeviceName {
             return Ok(None);
         };
         let parsed = name.to_str().and_then(|name| name.parse().ok());
-        let refusal = || Error::Parameter {
-            what: "ATTN_BACKEND",
-            given: name.to_string_lossy().into_owned(),
-            allowed: "cuda, cuda:1 and so on, wgpu, cpu; leave it unset for the best one here",
-        };
+        let allowed = "cuda, cuda:1 and so on, wgpu, cpu; leave it unset for the best one here";
+        let refusal = || Error::parameter("ATTN_BACKEND", format_args!("{name:?}"), allowed);
         parsed.map(Some).ok_or_else(refusal)
     }
 }
@@ -60,11 +57,7 @@ impl FromStr for DeviceName {
     type Err = Error;
 
     fn from_str(name: &str) -> Result<Self, Error> {
-        let refusal = || Error::Parameter {
-            what: "device",
-            given: format!("{name:?}"),
-            allowed: NAMES,
-        };
+        let refusal = || Error::parameter("device", name, NAMES);
         let (backend, ordinal) = match name.split_once(':') {
             Some((backend, ordinal)) => (backend, ordinal.parse().map_err(|_| refusal())?),
             None => (name, 0),

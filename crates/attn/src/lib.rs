@@ -30,12 +30,13 @@ struct Readme;
 
 pub use attn_core::{
     Append, Arithmetic, AttnState, BackendId, CacheAccess, CacheBuilder, CacheConfig, CacheLayer,
-    CachedSequences, DecodeAttention, DecodeStep, DeviceInfo, Elements, ElementsMut, Error, Heads,
-    HostPages, HostStore, Int8Scale, KvCache, KvFormat, KvMemory, KvSource, KvView, PackedRows,
-    PageLayout, PageStore, PageTable, Plan, Problem, Recent, Rotary, RotaryScaling, RotaryStyle,
-    RotaryTable, RowPlaces, Rows, RowsMut, Scheme, SequenceImage, SpanStates, SpansStep,
-    StepInputs, StepOutputs, StridedRows, TokenWrite, Unsupported, WideRows, WideRowsMut, Window,
-    arithmetic, cache, convert, events, format, formats, layout, problem, quant, rotary,
+    CachedSequences, DecodeAttention, DecodeStep, DeviceInfo, ElementIndex, Elements, ElementsMut,
+    Error, ErrorKind, Given, Heads, HostPages, HostStore, Int8Scale, KvCache, KvFormat, KvMemory,
+    KvSource, KvView, PackedRows, PageLayout, PageStore, PageTable, Plan, Problem, Recent, Rotary,
+    RotaryScaling, RotaryStyle, RotaryTable, RowPlaces, Rows, RowsMut, Scheme, SequenceImage,
+    SpanStates, SpansStep, StepInputs, StepOutputs, StridedRows, TokenWrite, TruncateLimit,
+    Unsupported, WideRows, WideRowsMut, Window, arithmetic, cache, convert, events, format,
+    formats, layout, problem, quant, rotary,
 };
 
 pub use device::{Device, DeviceName};
@@ -91,11 +92,7 @@ fn open_backend(id: BackendId) -> Result<Box<dyn DecodeAttention>, Unsupported> 
             unreachable_patterns,
             reason = "with every feature, only backends that a later version of core names"
         )]
-        _ => Err(Unsupported::Absent {
-            backend: id.name(),
-            reason: format!("this build of attn-kv has no feature \"{id}\""),
-            next_step: format!("add \"{id}\" to the features of attn-kv in Cargo.toml"),
-        }),
+        _ => Err(Unsupported::NotBuilt { backend: id.name() }),
     }
 }
 

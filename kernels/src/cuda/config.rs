@@ -149,6 +149,7 @@ pub enum LowLatency {
     Never,
 }
 
+/// The error is what is allowed.
 impl FromStr for LowLatency {
     type Err = String;
 
@@ -158,7 +159,7 @@ impl FromStr for LowLatency {
             "always" => Ok(LowLatency::Always),
             "global" => Ok(LowLatency::Global),
             "never" => Ok(LowLatency::Never),
-            other => Err(format!("{other}; allowed: auto, always, global, never")),
+            _ => Err("auto, always, global, never".to_owned()),
         }
     }
 }
@@ -194,7 +195,7 @@ impl KernelConfig {
     }
 }
 
-/// `row_groups,row_warps,stages,ctas` of `split_kv.cu`.
+/// `row_groups,row_warps,stages,ctas` of `split_kv.cu`. The error is what is allowed.
 impl FromStr for KernelConfig {
     type Err = String;
 
@@ -207,7 +208,7 @@ impl FromStr for KernelConfig {
             .map(|n: usize| n.clamp(1, LARGEST))
             .collect();
         let [row_groups, row_warps, stages, ctas] = numbers[..] else {
-            return Err(format!("{text}; allowed: row_groups,row_warps,stages,ctas"));
+            return Err("four numbers: row_groups,row_warps,stages,ctas".to_owned());
         };
         Ok(KernelConfig {
             kernel: Kernel::SplitKv,

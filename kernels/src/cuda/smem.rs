@@ -210,11 +210,7 @@ mod tests {
         for format in FORMATS.map(|name| name.parse::<KvFormat>().expect("a format's name")) {
             for head_dim in [64, 80, 96, 128, 192, 256] {
                 for layout in LAYOUTS {
-                    let tokens = match layout {
-                        KvLayout::Rows => 64,
-                        _ => layout.table_page_size(),
-                    };
-                    if format.check(head_dim, tokens).is_err() || covered(format, layout).is_err() {
+                    if format.check(head_dim).is_err() || covered(format, layout).is_err() {
                         continue;
                     }
                     for rows in [8, 16, 24, 32, 48, 96] {

@@ -155,25 +155,25 @@ impl CudaTimer {
             _ => problem.batch().max(workload.page_size),
         };
         if row.saturating_mul(appended) > NOISE || problem.num_kv_heads > SCALES {
-            return Err(Error::Parameter {
-                what: "workload to time",
-                given: workload.to_string(),
-                allowed: "up to 256 KV heads and 4 Mi elements of K that an append takes at once",
-            });
+            return Err(Error::parameter(
+                "workload to time",
+                format_args!("{workload}"),
+                "up to 256 KV heads and 4 Mi elements of K that an append takes at once",
+            ));
         }
         if workload.operation != Operation::Decode && workload.cache != CacheLayout::Pages {
-            return Err(Error::Parameter {
-                what: "place of an append",
-                given: "a contiguous cache".into(),
-                allowed: "pages",
-            });
+            return Err(Error::parameter(
+                "place of an append",
+                format_args!("a contiguous cache"),
+                "pages",
+            ));
         }
         if workload.operation != Operation::Decode && problem.kv_lens.contains(&0) {
-            return Err(Error::Parameter {
-                what: "kv_len of an append",
-                given: "0".into(),
-                allowed: "1 and more: lengths count the new token",
-            });
+            return Err(Error::parameter(
+                "kv_len of an append",
+                format_args!("0"),
+                "1 and more: lengths count the new token",
+            ));
         }
         check_native(&self.gpu, problem, workload.format, layout(workload))
     }

@@ -187,13 +187,7 @@ fn shapes_without_figures_say_why_and_only_a_failed_device_is_a_failure() {
     let (table, _) = measured(known, &["gqa8/batch512/int8", "--large"], false);
     assert!(table.contains("| 25 % |"), "{table}");
 
-    let refused = |_: &Workload| {
-        Err(Error::Parameter {
-            what: "it",
-            given: "this".to_owned(),
-            allowed: "that",
-        })
-    };
+    let refused = |_: &Workload| Err(Error::parameter("it", format_args!("this"), "that"));
     let (table, healthy) = measured(refused, &NAMES, false);
     assert!(
         healthy && table.contains("| it is this; allowed: that |"),

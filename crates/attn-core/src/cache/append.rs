@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use super::{CacheAccess, KvCache, PageStore, TokenWrite};
 use crate::{
-    error::{Error, refuse},
+    error::Error,
     events,
     rows::Rows,
     wide_rows::{Widened, check_values},
@@ -41,7 +41,7 @@ impl KvCache {
     ///
     /// # Errors
     /// [`Error::Sequence`]; [`Error::Length`], or [`Error::Shape`] for strided rows; [`Error::NotFinite`], [`Error::Magnitude`], [`Error::CacheFull`];
-    /// [`Error::Parameter`] for a cache of several layers; [`Error::Step`] while a step is open; [`Error::Device`] if the device fails. Lengths and pages are
+    /// [`Error::SeveralLayers`]; [`Error::Step`] while a step is open; [`Error::Device`] if the device fails. Lengths and pages are
     /// unchanged then.
     pub fn append<'a>(
         &mut self,
@@ -61,7 +61,7 @@ impl KvCache {
     /// f32, f16 or bf16, side by side or at strides. The bytes are those of one append after the other.
     ///
     /// # Errors
-    /// Those of [`KvCache::append`], and [`Error::Parameter`] for a sequence named twice.
+    /// Those of [`KvCache::append`], and [`Error::Repeated`] for a sequence named twice.
     pub fn append_batch<'a>(
         &mut self,
         appends: &[Append],
@@ -95,7 +95,7 @@ impl KvCache {
     /// Free pages that an append of these takes: it has room where [`KvCache::free_pages`] is at least that.
     ///
     /// # Errors
-    /// [`Error::Sequence`], [`Error::Parameter`] for a sequence named twice.
+    /// [`Error::Sequence`], [`Error::Repeated`].
     pub fn pages_needed(&self, appends: &[Append]) -> Result<usize, Error> {
         let room = self.room_for(appends)?;
         Ok(room.needed.saturating_sub(room.dropped.len()))
@@ -107,7 +107,7 @@ impl KvCache {
     /// `appends` names each sequence once; [`TokenWrite::source`] counts through all of them in this order.
     ///
     /// # Errors
-    /// [`Error::Sequence`], [`Error::Parameter`] for a sequence named twice and for a cache of several layers, [`Error::CacheFull`],
+    /// [`Error::Sequence`], [`Error::Repeated`], [`Error::SeveralLayers`], [`Error::CacheFull`],
     /// [`Error::Step`]; those of `write`. Lengths and pages are unchanged then.
     pub fn append_with(
         &mut self,
@@ -124,11 +124,11 @@ impl KvCache {
         write: impl FnOnce(&mut dyn PageStore, &[TokenWrite]) -> Result<(), Error>,
     ) -> Result<(), Error> {
         if self.config.layers != 1 {
-            return refuse(
-                "the layers of a cache to append to",
-                self.config.layers,
-                "1; `reserve` the step's tokens and `write` each layer",
-            );
+            return Err(Error::SeveralLayers {
+                what: "an append",
+                layers: self.config.layers,
+                next: "`reserve` the step's tokens and `write` each layer",
+            });
         }
         self.check_no_step("an append")?;
         let (total, recyclable) = self.check_appends(appends)?;
@@ -219,11 +219,7 @@ impl KvCache {
         }
         sequences.sort_unstable();
         if let Some(pair) = sequences.windows(2).find(|pair| pair[0] == pair[1]) {
-            return Err(Error::Parameter {
-                what: "sequence to append to",
-                given: format!("{}, twice", pair[0]),
-                allowed: "each sequence once per call",
-            });
+            return Err(Error::Repeated { sequence: pair[0] });
         }
         Ok(room)
     }

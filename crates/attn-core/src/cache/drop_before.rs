@@ -17,7 +17,7 @@ impl KvCache {
     /// [`KvCache::fork`] copies the sequence as it is, [`KvCache::read_back`] refuses it.
     ///
     /// # Errors
-    /// [`Error::Sequence`]; [`Error::Parameter`] for a token behind the sequence's end; [`Error::Step`] for a sequence with tokens of an open step.
+    /// [`Error::Sequence`]; [`Error::PastEnd`]; [`Error::Step`] for a sequence with tokens of an open step.
     /// Nothing is changed then.
     ///
     /// ```
@@ -36,14 +36,7 @@ impl KvCache {
     pub fn drop_before(&mut self, sequence: usize, token: usize) -> Result<(), Error> {
         self.check_sequence(sequence)?;
         self.check_settled("dropping tokens", sequence)?;
-        let len = self.table.lens[sequence];
-        if token > len {
-            return Err(Error::Parameter {
-                what: "token to drop before",
-                given: format!("{token} of sequence {sequence}'s {len}"),
-                allowed: "at most the sequence's length",
-            });
-        }
+        self.check_inside("the token to drop before", sequence, token)?;
         let page_size = self.config.page_size;
         let whole = page_size.max(TILE);
         let (dropped, first) = (self.table.first_tokens[sequence], token / whole * whole);

@@ -92,7 +92,7 @@ impl<'a> SequenceImage<'a> {
         if found != stored {
             return refuse(
                 "the checksum of a sequence's image",
-                format!("{found:016x} where its header has {stored:016x}"),
+                format_args!("{found:016x} where its header has {stored:016x}"),
                 "the header's; the image is damaged, save the sequence again",
             );
         }
@@ -208,7 +208,7 @@ impl Description {
         if image.len() < SCALES || image[..8] != *MAGIC {
             return refuse(
                 "the beginning of a sequence's image",
-                String::from_utf8_lossy(&image[..image.len().min(8)]),
+                &*String::from_utf8_lossy(&image[..image.len().min(8)]),
                 "\"attn-seq\" and the rest of a header; pass the bytes of SequenceImage::as_bytes",
             );
         }
@@ -223,7 +223,7 @@ impl Description {
         if image[RESERVED].iter().any(|byte| *byte != 0) {
             return refuse(
                 "a reserved part of the header of a sequence's image",
-                format!("{:02x?}", &image[RESERVED]),
+                format_args!("{:02x?}", &image[RESERVED]),
                 "zeros; the image is damaged or of a later version, save the sequence again",
             );
         }
@@ -234,7 +234,7 @@ impl Description {
         if tokens > MOST_TOKENS {
             return refuse(
                 "the tokens of a sequence's image",
-                tokens,
+                tokens as usize,
                 "at most 2^48; the image is damaged, save the sequence again",
             );
         }
@@ -249,7 +249,7 @@ impl Description {
         if !(1..=MAX_LAYERS).contains(&layers) || number(12) != header || image.len() < header {
             return refuse(
                 "the header of a sequence's image",
-                format!("{} bytes, {layers} layers", number(12)),
+                format_args!("{} bytes, {layers} layers", number(12)),
                 "1 to 1024 layers, and as many bytes as the format has tensor scales; the image is damaged, save the sequence again",
             );
         }
@@ -275,7 +275,7 @@ impl Description {
         if image.len() != self.bytes() {
             return refuse(
                 "the size of a sequence's image",
-                format!(
+                format_args!(
                     "{} bytes where its header asks for {}",
                     image.len(),
                     self.bytes()
@@ -303,14 +303,19 @@ impl Description {
             let texts = [image.to_string(), cache.to_string()];
             (what, image != cache, texts)
         });
-        let [k, v] = &self.tensor_scales;
         let scales = |what, image: &[f32], cache: &[f32]| {
-            (
-                what,
-                image != cache,
-                [image, cache].map(|x| format!("{x:?}")),
-            )
+            let differs = image.iter().zip(cache).position(|(a, b)| a != b);
+            let texts = match differs {
+                Some(i) => {
+                    let heads = config.num_kv_heads.max(1);
+                    let at = format!("for head {} of layer {}", i % heads, i / heads);
+                    [image[i], cache[i]].map(|scale| format!("{scale:e} {at}"))
+                }
+                None => [image, cache].map(|scales| format!("{} scales", scales.len())),
+            };
+            (what, image != cache, texts)
         };
+        let [k, v] = &self.tensor_scales;
         let formats = [format, of_cache].map(|format| format.to_string());
         let mut all = vec![("format", format != of_cache, formats)];
         all.extend(numbers);

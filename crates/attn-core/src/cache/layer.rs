@@ -1,10 +1,7 @@
 //! One layer of a cache, for reading.
 
 use super::{KvCache, PageTable};
-use crate::{
-    error::{Error, refuse},
-    problem::Problem,
-};
+use crate::{error::Error, problem::Problem};
 
 /// One layer of a [`KvCache`]: its pool of pages, under the page table of all layers.
 ///
@@ -41,11 +38,11 @@ impl KvCache {
     /// The layer of a cache of one.
     pub(crate) fn only_layer(&self) -> Result<CacheLayer<'_>, Error> {
         if self.config.layers != 1 {
-            return refuse(
-                "the layers of a cache to attend",
-                self.config.layers,
-                "1; choose one by `KvCache::layer`",
-            );
+            return Err(Error::SeveralLayers {
+                what: "attention",
+                layers: self.config.layers,
+                next: "name the layer to attend",
+            });
         }
         self.layer(0)
     }
@@ -99,7 +96,7 @@ impl<'a> CacheLayer<'a> {
     /// Refuses what [`KvCache::check_queries`] does, and a layer that lacks the tokens of the open step.
     ///
     /// # Errors
-    /// [`Error::Step`], [`Error::Dropped`]; [`Error::Mismatch`] for `q_len`.
+    /// [`Error::Step`], [`Error::Dropped`], [`Error::ResidualQueries`].
     pub fn check_queries(self, problem: &Problem) -> Result<(), Error> {
         self.check_queries_of(problem, self.table())
     }

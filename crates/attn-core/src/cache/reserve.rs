@@ -58,7 +58,7 @@ impl KvCache {
     /// `appends` names each sequence once. Pages, residual pages and copies of open pages are counted as by [`KvCache::pages_needed`].
     ///
     /// # Errors
-    /// [`Error::Sequence`]; [`Error::Parameter`] for a sequence named twice; [`Error::CacheFull`]; [`Error::Step`] while another step is open;
+    /// [`Error::Sequence`]; [`Error::Repeated`]; [`Error::CacheFull`]; [`Error::Step`] while another step is open;
     /// [`Error::OutOfMemory`], [`Error::Device`]. Lengths and pages are unchanged then.
     ///
     /// ```

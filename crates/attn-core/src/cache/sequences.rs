@@ -29,7 +29,7 @@ impl KvCache {
     /// Chooses the sequences of a step; one may be named several times.
     ///
     /// # Errors
-    /// [`Error::Sequence`]; [`Error::Parameter`] for a cache of several layers, of which [`CacheLayer::sequences`] takes one.
+    /// [`Error::Sequence`]; [`Error::SeveralLayers`] for a cache of several layers, of which [`CacheLayer::sequences`] takes one.
     pub fn sequences(&self, sequences: &[usize]) -> Result<CachedSequences<'_>, Error> {
         self.only_layer()?.sequences(sequences)
     }

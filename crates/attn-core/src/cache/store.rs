@@ -104,7 +104,7 @@ pub trait PageStore: Send + Sync {
         refuse(
             "pages to add",
             pages,
-            "none on this backend; create a larger cache, and move the sequences by `image` and `restore`",
+            "0 on this backend, whose pools keep their size; create a larger cache, and move the sequences by `image` and `restore`",
         )
     }
     /// The store as [`Any`], so that a backend can recover its own type.

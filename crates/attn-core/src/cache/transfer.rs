@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use super::{CacheAccess, KvCache, SequenceImage, image::Description};
 use crate::{
-    error::{Error, filled, reserve},
+    error::{Error, filled, refuse, reserve},
     page_bytes::SequencePages,
 };
 
@@ -116,7 +116,7 @@ impl KvCache {
     /// Fills an empty sequence with an image that this or another cache gave.
     ///
     /// # Errors
-    /// [`Error::Sequence`]; [`Error::Parameter`] if the sequence is not empty; [`Error::ImageMismatch`] for the image of another kind of cache, by
+    /// [`Error::Sequence`]; [`Error::NotEmpty`]; [`Error::ImageMismatch`] for the image of another kind of cache, by
     /// format, shape or tensor scales; [`Error::BadBytes`] for values that no quantizer writes; [`Error::CacheFull`]; [`Error::Device`]. The
     /// sequences are unchanged then.
     pub fn restore(&mut self, sequence: usize, image: &SequenceImage<'_>) -> Result<(), Error> {
@@ -130,7 +130,7 @@ impl KvCache {
     /// [`KvCache::read_back`], or of [`convert::import`](crate::convert::import) for one layer after the other. An image says it: [`KvCache::restore`].
     ///
     /// # Errors
-    /// [`Error::Sequence`]; [`Error::Parameter`] if the sequence is not empty; [`Error::Length`], [`Error::BadBytes`] for other than such pages;
+    /// [`Error::Sequence`]; [`Error::NotEmpty`]; [`Error::Length`], [`Error::BadBytes`] for other than such pages;
     /// [`Error::CacheFull`]; [`Error::Device`]. The sequences are unchanged then.
     pub fn restore_pages(
         &mut self,
@@ -159,17 +159,7 @@ impl KvCache {
 
     fn check_restore(&self, sequence: usize) -> Result<(), Error> {
         self.check_sequence(sequence)?;
-        if self.table.lens[sequence] != 0 {
-            return Err(Error::Parameter {
-                what: "restore target",
-                given: format!(
-                    "sequence {sequence} of {} tokens",
-                    self.table.lens[sequence]
-                ),
-                allowed: "an empty sequence; free it first",
-            });
-        }
-        Ok(())
+        self.check_empty("a restore", sequence)
     }
 
     /// Fills an empty sequence with the bytes of pages.
@@ -206,11 +196,11 @@ impl KvCache {
     /// [`Error::Parameter`] for a page outside the pool, [`Error::Length`] for other than one page of each layer.
     pub fn write_page(&mut self, page: u32, bytes: &[u8]) -> Result<(), Error> {
         if page as usize >= self.config.num_pages {
-            return Err(Error::Parameter {
-                what: "page",
-                given: page.to_string(),
-                allowed: "a page of the pool",
-            });
+            return refuse(
+                "page",
+                format_args!("{page} of {}", self.config.num_pages),
+                "a page of the pool, counted from 0",
+            );
         }
         let needed = self.config.layers * self.layout.page_bytes();
         if bytes.len() != needed {

@@ -46,11 +46,8 @@ impl RowFormat {
     /// [`Error::Parameter`] if there is none for this head_dim.
     pub fn scheme(self, head_dim: usize) -> Result<Scheme, Error> {
         let refuse = |allowed| {
-            Err(Error::Parameter {
-                what: "row format",
-                given: format!("{self:?} with head_dim {head_dim}"),
-                allowed,
-            })
+            let given = format_args!("{self:?} with head_dim {head_dim}");
+            refuse("row format", given, allowed)
         };
         let scheme = match self {
             RowFormat::Plain(Scheme::Int4(_)) => {
@@ -67,7 +64,7 @@ impl RowFormat {
             }
             RowFormat::Q4_0 => return refuse("q4_0 with head_dim 64, 128 or 256"),
         };
-        scheme.check(head_dim, 128)?;
+        scheme.check(head_dim)?;
         Ok(scheme)
     }
 
@@ -184,11 +181,11 @@ impl RowFormat {
                         q4_0_param(*d).is_some_and(|p| p.shift.to_bits() == param.shift.to_bits())
                     });
                     let Some(d) = d else {
-                        return Err(Error::Parameter {
-                            what: "int4 group",
-                            given: format!("scale {}, shift {}", param.scale, param.shift),
-                            allowed: "shift = -8·scale or f16(-7·scale) in q4_0; dequantize and quantize again with q4_0_row",
-                        });
+                        return refuse(
+                            "int4 group",
+                            format_args!("scale {}, shift {}", param.scale, param.shift),
+                            "shift = -8·scale or f16(-7·scale) in q4_0; dequantize and quantize again with q4_0_row",
+                        );
                     };
                     row[..2].copy_from_slice(&d.to_le_bytes());
                     let flip = d.is_sign_negative() && d != f16::ZERO;
@@ -258,11 +255,7 @@ fn finite(what: &'static str, x: f32) -> Result<f16, Error> {
     if h.is_finite() {
         Ok(h)
     } else {
-        Err(Error::Parameter {
-            what,
-            given: format!("{x:e}"),
-            allowed: "a magnitude that f16 holds, up to 65504",
-        })
+        refuse(what, x, "a magnitude that f16 holds, up to 65504")
     }
 }
 

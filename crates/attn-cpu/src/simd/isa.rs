@@ -111,10 +111,6 @@ impl FromStr for Isa {
         Isa::ALL
             .into_iter()
             .find(|isa| isa.to_string() == s)
-            .ok_or_else(|| Error::Parameter {
-                what: "instruction set",
-                given: s.to_owned(),
-                allowed: Isa::NAMES,
-            })
+            .ok_or_else(|| Error::parameter("instruction set", s, Isa::NAMES))
     }
 }

@@ -122,11 +122,11 @@ impl NativeAppend {
         match (rotary, &self.rotary) {
             (None, _) => Ok(&self.kernel),
             (Some(_), Some(kernel)) => Ok(kernel),
-            (Some(_), None) => Err(Error::Parameter {
-                what: "rotary",
-                given: "some, for an append that was prepared without".into(),
-                allowed: "none, or an append of prepare_append_rotary",
-            }),
+            (Some(_), None) => Err(Error::parameter(
+                "rotary",
+                format_args!("some, for an append that was prepared without"),
+                "none, or an append of prepare_append_rotary",
+            )),
         }
     }
 }

@@ -43,11 +43,11 @@ const MOST_TOKENS: usize = 4_194_000;
 /// tokens, for more than 65535 sequences, for pages that overlap, and for residual pages that are missing.
 pub fn export_params(args: &ExportArgs, layout: &PageLayout) -> Result<ExportParams, Error> {
     if args.max_tokens > MOST_TOKENS {
-        return Err(Error::Parameter {
-            what: "max_tokens",
-            given: args.max_tokens.to_string(),
-            allowed: "up to 4194000, as grids have no more rows of tiles; export longer ranges in parts",
-        });
+        return Err(Error::parameter(
+            "max_tokens",
+            args.max_tokens,
+            "up to 4194000, as grids have no more rows of tiles; export longer ranges in parts",
+        ));
     }
     let allowed = "at most 65535, as a CUDA grid has no more layers; export some at a time";
     sizes::check_grid("sequences to export", args.batch, allowed)?;
@@ -55,11 +55,11 @@ pub fn export_params(args: &ExportArgs, layout: &PageLayout) -> Result<ExportPar
     let tables = sequences.check(layout)?;
     for stride in [rows.k_token_stride, rows.v_token_stride] {
         if !stride.is_multiple_of(8) {
-            return Err(Error::Parameter {
-                what: "token stride",
-                given: stride.to_string(),
-                allowed: "multiples of 8 elements: rows are written by vectors",
-            });
+            return Err(Error::parameter(
+                "token stride",
+                stride,
+                "multiples of 8 elements: rows are written by vectors",
+            ));
         }
     }
     let [k_token_stride, v_token_stride] = rows.token_strides();

@@ -48,11 +48,11 @@ pub(crate) fn prepare_import(device: &Device, layout: PageLayout) -> Result<Nati
     super::check_heads(layout.num_kv_heads())?;
     for scheme in [layout.format().k, layout.format().v] {
         if scheme.code_bits() == 4 || scheme.is_rotated() {
-            return Err(Error::Parameter {
-                what: "imported scheme",
-                given: scheme.to_string(),
-                allowed: "f16, bf16, fp8, int8-plain, int8-g32, int8-tensor",
-            });
+            return Err(Error::parameter(
+                "imported scheme",
+                format_args!("{scheme}"),
+                "f16, bf16, fp8, int8-plain, int8-g32, int8-tensor",
+            ));
         }
     }
     let instance = Instance::Import {

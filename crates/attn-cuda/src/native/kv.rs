@@ -1,6 +1,6 @@
 //! Where the K and V of a batch lie in device memory: sequences in the library's pages, and rows of other caches.
 
-use attn_core::{Error, PageLayout};
+use attn_core::{Error, PageLayout, error::refuse};
 use attn_kernels::cuda::{KvLayout, params::DecodeParams};
 
 use super::{DeviceAddress, Pages};
@@ -71,11 +71,11 @@ impl PagedSequences {
         let residual_ring = match layout.format().residual_slots(layout.page_size(), 0) {
             0 => 0,
             least if slots < least || !slots.is_power_of_two() || slots > 1 << 20 => {
-                return Err(Error::Parameter {
-                    what: "residual_slots",
-                    given: slots.to_string(),
-                    allowed: "what KvFormat::residual_slots gives for the page size and the most query tokens of a sequence",
-                });
+                return Err(Error::parameter(
+                    "residual_slots",
+                    slots,
+                    "what KvFormat::residual_slots gives for the page size and the most query tokens of a sequence",
+                ));
             }
             _ => slots as u32,
         };
@@ -112,11 +112,11 @@ pub(super) fn check_residual_pages(
 ) -> Result<(), Error> {
     let has_window = layout.format().residual_slots(layout.page_size(), 0) > 0;
     if has_window && residual_pages.is_null() {
-        return Err(Error::Parameter {
-            what: "residual_pages",
-            given: "null".into(),
-            allowed: "a table for formats with a window (int4, int8/int4), as PagedSequences and SlotAppendArgs say",
-        });
+        return Err(Error::parameter(
+            "residual_pages",
+            format_args!("null"),
+            "a table for formats with a window (int4, int8/int4), as PagedSequences and SlotAppendArgs say",
+        ));
     }
     Ok(())
 }
@@ -165,14 +165,6 @@ impl DeviceRows {
 
     /// Refuses strides at which the kernels' vectors do not find the rows of a page.
     fn check_in_pages(&self) -> Result<(), Error> {
-        let refuse = |what, given: usize, allowed| {
-            let given = given.to_string();
-            Err(Error::Parameter {
-                what,
-                given,
-                allowed,
-            })
-        };
         for stride in self.code_strides.into_iter().flatten() {
             if !stride.is_multiple_of(16) {
                 return refuse("stride of rows", stride, "multiples of 16 bytes");
@@ -252,11 +244,11 @@ impl DeviceKv {
                     DeviceKv::Rows(_) => kind(KvLayout::Rows),
                     DeviceKv::PagedRows { .. } => kind(KvLayout::PagedRows(0)),
                 };
-                Err(Error::Parameter {
-                    what: "K and V",
-                    given: format!("{given} for a plan of {}", kind(layout)),
-                    allowed: "what the plan is for; prepare one with the KvLayout of what is decoded",
-                })
+                Err(Error::parameter(
+                    "K and V",
+                    format_args!("{given} for a plan of {}", kind(layout)),
+                    "what the plan is for; prepare one with the KvLayout of what is decoded",
+                ))
             }
         }
     }

@@ -3,9 +3,7 @@
 mod limits;
 
 use attn_core::{
-    Error, KvFormat, PageLayout, Problem, Unsupported,
-    arithmetic::{self, LOG2_E},
-    segments::num_spans,
+    Error, KvFormat, PageLayout, Problem, Unsupported, arithmetic::LOG2_E, segments::num_spans,
 };
 
 use attn_kernels::cuda::{
@@ -141,11 +139,7 @@ impl LaunchPlan {
         layout: KvLayout,
     ) -> Result<Self, Error> {
         problem.check()?;
-        let page_size = match layout {
-            KvLayout::Pages(tokens) | KvLayout::PagedRows(tokens) => tokens,
-            KvLayout::Rows => arithmetic::TILE,
-        };
-        format.check(problem.head_dim, page_size)?;
+        format.check(problem.head_dim)?;
         let leaves_spans = kind == PlanKind::Spans;
         let preferences = &match leaves_spans {
             false => *preferences,
@@ -335,18 +329,18 @@ impl LaunchPlan {
     /// problem with sinks whose address is null.
     pub fn params(&self, p: &Problem, args: &DecodeArgs) -> Result<DecodeParams, Error> {
         if p.sinks.is_some() && args.sinks.is_null() {
-            return Err(Error::Parameter {
-                what: "sinks",
-                given: "no address".to_owned(),
-                allowed: "the address of the problem's sinks on the device",
-            });
+            return Err(Error::parameter(
+                "sinks",
+                format_args!("no address"),
+                "the address of the problem's sinks on the device",
+            ));
         }
         if self.num_blocks > 0 && args.query_blocks.is_null() {
-            return Err(Error::Parameter {
-                what: "query_blocks",
-                given: "no address".to_owned(),
-                allowed: "the address of the plan's query blocks on the device",
-            });
+            return Err(Error::parameter(
+                "query_blocks",
+                format_args!("no address"),
+                "the address of the plan's query blocks on the device",
+            ));
         }
         let kv = args.kv.decode_params(self.layout, self.pages.as_ref())?;
         Ok(DecodeParams {

@@ -65,11 +65,11 @@ impl CudaBackend {
         to: DeviceAddress,
     ) -> Result<(), Error> {
         let Some(kernel) = &plan.list_blocks else {
-            return Err(Error::Parameter {
-                what: "plan",
-                given: "a plan that knows the query tokens of each sequence".to_owned(),
-                allowed: "one of prepare_ragged; or pass NativePlan::query_blocks to its launches",
-            });
+            return Err(Error::parameter(
+                "plan",
+                format_args!("a plan that knows the query tokens of each sequence"),
+                "one of prepare_ragged; or pass NativePlan::query_blocks to its launches",
+            ));
         };
         let launch_plan = &plan.launch_plan;
         let mut params = launch_plan.query_blocks_params(&plan.problem, cu_seqlens_q, to)?;

@@ -3,7 +3,7 @@
 
 use std::{ffi::c_void, sync::Arc};
 
-use attn_core::{Error, KvFormat, Problem, layout::HEAD_DIMS, segments::num_spans};
+use attn_core::{Error, KvFormat, Problem, error::refuse, layout::HEAD_DIMS, segments::num_spans};
 use attn_kernels::cuda::{Instance, params::MergeSpansParams};
 
 use super::{
@@ -64,23 +64,16 @@ const ROWS: usize = 4;
 /// # Errors
 /// [`Error::Parameter`] for a number that needs more than 31 bits, and for heads or rows that do not fit each other.
 pub fn merge_spans_params(args: &MergeSpansArgs) -> Result<MergeSpansParams, Error> {
-    let refuse = |what, given: String, allowed| {
-        Err(Error::Parameter {
-            what,
-            given,
-            allowed,
-        })
-    };
     if args.num_kv_heads == 0
         || args.num_q_heads == 0
         || !args.num_q_heads.is_multiple_of(args.num_kv_heads)
     {
-        let given = format!("{}/{}", args.num_q_heads, args.num_kv_heads);
+        let given = format_args!("{}/{}", args.num_q_heads, args.num_kv_heads);
         let allowed = "a whole number of query heads per KV head";
         return refuse("num_q_heads/num_kv_heads", given, allowed);
     }
     if args.rows_apart < args.rows || !args.rows.is_multiple_of(args.num_q_heads) {
-        let given = format!("{} of {}", args.rows, args.rows_apart);
+        let given = format_args!("{} of {}", args.rows, args.rows_apart);
         return refuse(
             "rows",
             given,
@@ -167,11 +160,11 @@ impl CudaBackend {
         head_dim: usize,
     ) -> Result<NativeMergeSpans, Error> {
         if !HEAD_DIMS.contains(&head_dim) {
-            return Err(Error::Parameter {
-                what: "head_dim",
-                given: head_dim.to_string(),
-                allowed: "64, 80, 96, 128, 192, 256",
-            });
+            return Err(Error::parameter(
+                "head_dim",
+                head_dim,
+                "64, 80, 96, 128, 192, 256",
+            ));
         }
         let instance = Instance::MergeSpans { format, head_dim };
         Ok(NativeMergeSpans(self.device.kernel(&instance, 0)?))

@@ -2,7 +2,7 @@
 
 use std::{ffi::c_void, sync::Arc};
 
-use attn_core::Error;
+use attn_core::{Error, error::refuse};
 use attn_kernels::cuda::{Instance, params::MergeStatesParams};
 
 use super::{DeviceAddress, Dtype, Stream};
@@ -47,13 +47,6 @@ const ROWS: usize = 4;
 /// # Errors
 /// [`Error::Parameter`] for a number that needs more than 31 bits, and for rows that the kernel's vectors do not divide.
 pub fn merge_states_params(args: &MergeStatesArgs) -> Result<MergeStatesParams, Error> {
-    let refuse = |what, given: usize, allowed| {
-        Err(Error::Parameter {
-            what,
-            given: given.to_string(),
-            allowed,
-        })
-    };
     if args.head_dim == 0 || args.head_dim > 256 || !args.head_dim.is_multiple_of(4) {
         return refuse("head_dim", args.head_dim, "multiples of 4 up to 256");
     }

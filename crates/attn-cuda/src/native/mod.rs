@@ -76,7 +76,7 @@ pub use slots::SlotAppendArgs;
 
 use std::{ffi::c_void, sync::Arc};
 
-use attn_core::{Error, KvFormat, PageLayout, Problem, arithmetic::LOG2_E};
+use attn_core::{Error, KvFormat, PageLayout, Problem, arithmetic::LOG2_E, error::refuse};
 use attn_kernels::cuda::{
     Instance,
     params::{CheckParams, DecodeParams, QueryBlock},
@@ -282,15 +282,12 @@ pub(crate) unsafe fn launch_decode_as(
     spans: Option<&SpansArgs>,
 ) -> Result<(), Error> {
     if plan.launch_plan.leaves_spans() != spans.is_some() {
-        return Err(Error::Parameter {
-            what: "plan",
-            given: match spans {
-                Some(_) => "a plan whose launches finish their rows",
-                None => "a plan of prepare_spans, whose launches leave the states of spans",
-            }
-            .to_owned(),
-            allowed: "a plan of prepare_spans for attend_spans_on, any other for decode_on",
-        });
+        let given = match spans {
+            Some(_) => "a plan whose launches finish their rows",
+            None => "a plan of prepare_spans, whose launches leave the states of spans",
+        };
+        let allowed = "a plan of prepare_spans for attend_spans_on, any other for decode_on";
+        return refuse("plan", format_args!("{given}"), allowed);
     }
     if plan.problem.rows() == 0 {
         return Ok(());

@@ -53,11 +53,11 @@ impl Pages {
             ("page stride", self.stride, bytes),
         ] {
             if given < least || !given.is_multiple_of(16) {
-                return Err(Error::Parameter {
+                return Err(Error::parameter(
                     what,
-                    given: given.to_string(),
-                    allowed: "a multiple of 16: PageLayout::page_bytes, and strides of at least that",
-                });
+                    given,
+                    "a multiple of 16: PageLayout::page_bytes, and strides of at least that",
+                ));
             }
         }
         Ok(())

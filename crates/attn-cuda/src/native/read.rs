@@ -39,11 +39,7 @@ pub unsafe fn read_on(
     sink: DeviceAddress,
 ) -> Result<(), Error> {
     if !bytes.is_multiple_of(16) {
-        return Err(Error::Parameter {
-            what: "bytes to read",
-            given: bytes.to_string(),
-            allowed: "a multiple of 16",
-        });
+        return Err(Error::parameter("bytes to read", bytes, "a multiple of 16"));
     }
     let mut params = ReadParams {
         from: from.get(),

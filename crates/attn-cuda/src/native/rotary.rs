@@ -1,6 +1,6 @@
 //! Rotary positions of appends.
 
-use attn_core::{Error, RotaryStyle};
+use attn_core::{Error, RotaryStyle, error::refuse};
 use attn_kernels::cuda::params::AppendParams;
 
 use super::{DeviceAddress, Dtype};
@@ -53,17 +53,13 @@ pub(super) enum PositionsFrom {
     KvLens,
 }
 
-fn refused<T>(what: &'static str, given: impl ToString, allowed: &'static str) -> Result<T, Error> {
-    Err(Error::Parameter {
-        what,
-        given: given.to_string(),
-        allowed,
-    })
-}
-
 fn given(what: &'static str, address: DeviceAddress) -> Result<u64, Error> {
     if address == DeviceAddress::NULL {
-        return refused(what, "null", "an address; rotary: None appends K as it is");
+        return refuse(
+            what,
+            format_args!("null"),
+            "an address; rotary: None appends K as it is",
+        );
     }
     Ok(address.get())
 }
@@ -78,10 +74,10 @@ impl RotaryArgs {
     ) -> Result<AppendParams, Error> {
         let dim = self.rotary_dim;
         if dim == 0 || !dim.is_multiple_of(4) || dim > head_dim {
-            return refused("rotary_dim", dim, "a multiple of 4 up to head_dim");
+            return refuse("rotary_dim", dim, "a multiple of 4 up to head_dim");
         }
         if self.num_positions == 0 {
-            return refused("num_positions", 0, "the rows of cos_sin, 1 and more");
+            return refuse("num_positions", 0, "the rows of cos_sin, 1 and more");
         }
         let queries = match &self.queries {
             Some(queries) => queries.params(head_dim, tokens)?,
@@ -117,26 +113,26 @@ impl RotaryQueries {
         /// Rows of a CUDA grid hold the columns of all heads.
         const MOST_HEADS: usize = 65_535;
         if !(1..=MOST_HEADS).contains(&self.heads) {
-            return refused("query heads to rotate", self.heads, "1 to 65535");
+            return refuse("query heads to rotate", self.heads, "1 to 65535");
         }
         let row = self.heads * head_dim;
         let strides = [self.token_stride, self.out_token_stride];
         if let Some(stride) = strides.into_iter().find(|n| !n.is_multiple_of(4)) {
-            return refused(
+            return refuse(
                 "a token stride of queries",
                 stride,
                 "multiples of 4 elements",
             );
         }
         if tokens > 1 && self.out_token_stride < row {
-            return refused(
+            return refuse(
                 "the token stride of rotated queries",
                 self.out_token_stride,
                 "heads · head_dim elements and more, so that tokens do not overlap",
             );
         }
         if tokens > 1 && self.q == self.out && self.token_stride != self.out_token_stride {
-            return refused(
+            return refuse(
                 "the token stride of queries rotated in place",
                 self.token_stride,
                 "that of the results, which lie at the same address",

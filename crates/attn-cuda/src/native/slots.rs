@@ -48,11 +48,11 @@ pub fn slot_append_params(
     layout: &PageLayout,
 ) -> Result<AppendParams, Error> {
     if args.slots.is_null() {
-        return Err(Error::Parameter {
-            what: "slots",
-            given: "null".into(),
-            allowed: "an i64 for each token; append_on takes places from kv_lens",
-        });
+        return Err(Error::parameter(
+            "slots",
+            format_args!("null"),
+            "an i64 for each token; append_on takes places from kv_lens",
+        ));
     }
     args.pool.check(layout.page_bytes())?;
     check_residual_pages(layout, args.residual_pages)?;

@@ -155,7 +155,7 @@ class Plan:
         v_scales: Any = None,
     ) -> None:
         if not hasattr(_attn, "NativePlan"):
-            raise UnsupportedError('this build of attn has no feature "cuda"; attn.Cache works on the CPU')
+            raise UnsupportedError('this build of the package leaves CUDA out, which `pip install ./crates/attn-python` has; attn.Cache works on the CPU')
         if not torch.cuda.is_available():
             raise UnsupportedError("torch sees no CUDA device; attn.Cache works on the CPU")
         device = torch.device("cuda" if device is None else device)

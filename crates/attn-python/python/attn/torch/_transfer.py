@@ -74,7 +74,7 @@ def merge_spans(
         out, lse = _merge_on_host(format, max_sums, o, kv_heads=kv_heads, sinks=sinks, v_scales=v_scales)
         return out.to(dtype or torch.float32), lse
     if not hasattr(_attn, "NativeMergeSpans"):
-        raise UnsupportedError('this build of attn has no feature "cuda"; copy the states to the CPU')
+        raise UnsupportedError('this build of the package leaves CUDA out, which `pip install ./crates/attn-python` has; copy the states to the CPU')
     if o.dim() != 4 or max_sums.shape != (*o.shape[:3], 2):
         raise ShapeError(f"o has the shape {list(o.shape)}, and max_sums {list(max_sums.shape)}; needed: [states, query tokens, heads, dim] and [..., 2]")
     kv_heads, key = count("kv_heads", kv_heads, 1), (o.device.index, str(format), o.shape[3])
