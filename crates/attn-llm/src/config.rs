@@ -74,8 +74,11 @@ impl ModelConfig {
                 return Err(format!("{what} is {given}; allowed: 1 to {most}"));
             }
         }
-        if !(self.norm_eps >= 0.0) {
-            return Err("its norm's epsilon is no usable number".to_owned());
+        if !(0.0..=1.0).contains(&self.norm_eps) {
+            return Err(format!(
+                "the epsilon of its RMSNorm is {}; allowed: 0 to 1",
+                self.norm_eps
+            ));
         }
         attn::Problem::new(self.heads, [1])
             .check()

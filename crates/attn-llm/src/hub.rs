@@ -1,7 +1,7 @@
 //! Models by their names on huggingface.co: the files come into the cache that Hugging Face's own programs use, and from it where they are
 //! there already.
 
-use std::path::{Component, Path, PathBuf};
+use std::path::{Path, PathBuf};
 
 use hf_hub::{
     Cache, Repo, RepoType,
@@ -12,12 +12,10 @@ use hf_hub::{
 };
 use serde_json::Value;
 
-use crate::error::Error;
-
-/// The list of a model's safetensors, where they are several.
-const INDEX: &str = "model.safetensors.index.json";
-/// The safetensors of a model that has one file.
-const WHOLE: &str = "model.safetensors";
+use crate::{
+    error::Error,
+    files::{INDEX, WHOLE, is_inside},
+};
 
 /// A model's name in parts: `owner/model`, `owner/model/file.gguf`, each with `@revision` behind the model.
 #[derive(Debug, PartialEq)]
@@ -115,9 +113,7 @@ fn refused(name: &str, reason: String) -> Error {
 impl Files<'_> {
     /// The path of a file, which is fetched if the cache lacks it.
     fn get(&mut self, file: &str) -> Result<PathBuf, Error> {
-        // A list of files may come from the network.
-        let is_inside = |c| matches!(c, Component::Normal(_));
-        if !Path::new(file).components().all(is_inside) {
+        if !is_inside(file) {
             return Err(refused(self.name, format!("it has a file called {file:?}")));
         }
         if let Some(path) = self.cache.get(file) {

@@ -10,6 +10,7 @@
 
 mod config;
 mod error;
+mod files;
 pub mod generate;
 #[cfg(feature = "hub")]
 pub mod hub;

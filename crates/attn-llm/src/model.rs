@@ -13,6 +13,7 @@ pub struct Model {
     pub(crate) layers: Vec<Layer>,
     pub(crate) norm: Vec<f32>,
     pub(crate) output: Linear,
+    pub(crate) remarks: Vec<String>,
 }
 
 pub(crate) struct Layer {
@@ -53,6 +54,13 @@ impl Model {
     #[must_use]
     pub fn config(&self) -> &ModelConfig {
         &self.config
+    }
+
+    /// What its files leave open or have beyond what is read, a sentence each: defaults that were taken, keys that are not known, files that lie
+    /// beside it.
+    #[must_use]
+    pub fn remarks(&self) -> &[String] {
+        &self.remarks
     }
 
     /// Appends tokens to their sequences, and gives the logits `[wanted tokens, vocab]` of what comes next, in the order of `pieces`.

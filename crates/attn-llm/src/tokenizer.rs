@@ -1,5 +1,7 @@
 //! Tokenizers: from the vocabulary of a GGUF file, or from a `tokenizer.json`.
 
+mod guard;
+
 use std::collections::HashMap;
 
 use tokenizers::{
@@ -17,6 +19,7 @@ use tokenizers::{
     },
 };
 
+use self::guard::guarded;
 use crate::error::Error;
 
 /// Turns text into tokens and back.
@@ -46,19 +49,19 @@ impl TextStream<'_> {
     /// # Errors
     /// [`Error::Tokenizer`].
     pub fn push(&mut self, token: u32) -> Result<String, Error> {
-        let text = self.0.step(token);
-        Ok(text.map_err(failed)?.unwrap_or_default())
+        let text = guarded(|| self.0.step(token));
+        Ok(text.map_err(Error::Tokenizer)?.unwrap_or_default())
     }
 }
 
-fn failed(error: impl ToString) -> Error {
-    Error::Tokenizer(error.to_string())
-}
-
 impl Tokenizer {
-    /// From a `tokenizer.json`, whose own rules say what stands before a text.
+    /// From a `tokenizer.json`, whose own rules say what stands before a text. Truncation and padding, which files keep from training, are
+    /// left out: a prompt has all of its tokens and no others.
     pub(crate) fn from_json(bytes: &[u8], ends: Vec<u32>) -> Result<Self, String> {
-        let inner = tokenizers::Tokenizer::from_bytes(bytes).map_err(|e| e.to_string())?;
+        guard::check(bytes)?;
+        let mut inner = guarded(|| tokenizers::Tokenizer::from_bytes(bytes))?;
+        inner.with_truncation(None).map_err(|e| e.to_string())?;
+        inner.with_padding(None);
         Ok(Tokenizer {
             inner,
             begin: None,
@@ -71,7 +74,8 @@ impl Tokenizer {
     /// # Errors
     /// [`Error::Tokenizer`].
     pub fn encode(&self, text: &str) -> Result<Vec<u32>, Error> {
-        let encoding = self.inner.encode_fast(text, true).map_err(failed)?;
+        let encoding = guarded(|| self.inner.encode_fast(text, true));
+        let encoding = encoding.map_err(Error::Tokenizer)?;
         let tokens = encoding.get_ids().iter().copied();
         Ok(self.begin.into_iter().chain(tokens).collect())
     }
@@ -81,7 +85,7 @@ impl Tokenizer {
     /// # Errors
     /// [`Error::Tokenizer`].
     pub fn decode(&self, tokens: &[u32]) -> Result<String, Error> {
-        self.inner.decode(tokens, true).map_err(failed)
+        guarded(|| self.inner.decode(tokens, true)).map_err(Error::Tokenizer)
     }
 
     /// Begins the text of tokens that come one by one.
@@ -102,8 +106,8 @@ pub(crate) struct GgufVocabulary {
     /// `gpt2` (pairs of bytes, with merges) or `llama` (pieces with scores).
     pub model: String,
     pub tokens: Vec<String>,
-    /// For each token 3 if it is a control token, 4 if a user's.
-    pub kinds: Vec<i32>,
+    /// For each token 3 if it is a control token, 4 if a user's; empty if the file does not say.
+    pub kinds: Vec<i64>,
     pub scores: Vec<f32>,
     pub merges: Vec<String>,
     /// The rule that splits a text before merges, by llama.cpp's name.
@@ -113,6 +117,9 @@ pub(crate) struct GgufVocabulary {
     pub adds_space: bool,
     pub ends: Vec<u32>,
 }
+
+/// Most bytes of a piece with a score: each of its prefixes is looked up.
+const MAX_PIECE: usize = 1024;
 
 /// Contractions, words, numbers of up to three digits, punctuation and space, as Llama 3 splits them.
 const LLAMA3: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
@@ -133,6 +140,19 @@ impl GgufVocabulary {
                 ));
             }
         };
+        if !self.kinds.is_empty() && self.kinds.len() != self.tokens.len() {
+            return Err(format!(
+                "its tokenizer has {} token types for {} tokens",
+                self.kinds.len(),
+                self.tokens.len()
+            ));
+        }
+        if self.adds_begin && self.begin.is_none() {
+            return Err(
+                "a token is to stand before every text, but its metadata has no tokenizer.ggml.bos_token_id"
+                    .to_owned(),
+            );
+        }
         for (token, kind) in self.tokens.iter().zip(&self.kinds) {
             match kind {
                 3 => inner.add_special_tokens(&[AddedToken::from(token.clone(), true)]),
@@ -197,6 +217,12 @@ impl GgufVocabulary {
                 "its tokenizer has {} scores for {} tokens",
                 self.scores.len(),
                 self.tokens.len()
+            ));
+        }
+        if let Some(piece) = self.tokens.iter().find(|piece| piece.len() > MAX_PIECE) {
+            return Err(format!(
+                "its tokenizer has a piece of {} bytes; allowed: up to {MAX_PIECE}",
+                piece.len()
             ));
         }
         let mut merges = Vec::new();

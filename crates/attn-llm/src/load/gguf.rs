@@ -4,16 +4,16 @@ use std::{fs::File, io::BufReader, path::Path};
 
 use attn::{Heads, RotaryScaling, RotaryStyle};
 use candle_core::{
-    Tensor,
-    quantized::{
-        QTensor,
-        gguf_file::{Content, Value},
-    },
+    Shape, Tensor,
+    quantized::{QTensor, gguf_file::TensorInfo},
 };
 
 use super::{
-    header,
-    parts::{CPU, Names, Parts, Tensors, values},
+    header::{self, Header},
+    kind::Kind,
+    metadata::{Metadata, needed},
+    parts::{CPU, Names, Parts, ROPE_FACTORS, Tensors, values},
+    quoted,
 };
 use crate::{
     config::{ModelConfig, Rope},
@@ -23,13 +23,10 @@ use crate::{
     tokenizer::{GgufVocabulary, Tokenizer},
 };
 
-type Reader = BufReader<File>;
-
 /// A file and its header.
 struct Gguf {
-    content: Content,
-    file: Reader,
-    len: u64,
+    header: Header,
+    file: BufReader<File>,
 }
 
 /// Reads a file's model and tokenizer.
@@ -46,31 +43,33 @@ pub(super) fn load(
         path: path.to_owned(),
         reason,
     };
-    let opened = File::open(path).map_err(file)?;
-    let len = opened.metadata().map_err(file)?.len();
-    let mut reader = BufReader::new(opened);
-    header::check(&mut reader).map_err(model)?;
-    let content = Content::read(&mut reader).map_err(|e| model(e.to_string()))?;
-    let mut gguf = Gguf {
-        content,
-        file: reader,
-        len,
-    };
-    let config = gguf.config().map_err(model)?;
+    let mut file = BufReader::new(File::open(path).map_err(file)?);
+    let header = header::read(&mut file).map_err(model)?;
+    let mut gguf = Gguf { header, file };
+    let mut remarks = Vec::new();
+    let (config, kind) = gguf.config(&mut remarks).map_err(model)?;
     config.check().map_err(model)?;
-    let tokenizer = gguf.vocabulary().and_then(GgufVocabulary::tokenizer);
+    let vocabulary = gguf.vocabulary(config.vocab, &mut remarks);
+    check_keys(&gguf.header.metadata, &config.architecture, &mut remarks).map_err(model)?;
+    let tokenizer = vocabulary.and_then(GgufVocabulary::tokenizer);
     let tokenizer = tokenizer.map_err(model)?;
     let mut parts = Parts {
         tensors: &mut gguf,
         names: Names::Gguf,
+        kind,
         products,
         device: products.device()?,
     };
-    let built = parts.model(config, progress).map_err(model)?;
+    let mut built = parts.model(config, progress).map_err(model)?;
+    built.remarks = remarks;
     Ok((built, tokenizer))
 }
 
 impl Tensors for Gguf {
+    fn names(&self) -> Vec<String> {
+        self.header.tensors.keys().cloned().collect()
+    }
+
     fn get(&mut self, name: &str) -> Result<Option<Tensor>, String> {
         let Some(packed) = self.packed(name)? else {
             return Ok(None);
@@ -80,199 +79,283 @@ impl Tensors for Gguf {
     }
 
     fn packed(&mut self, name: &str) -> Result<Option<QTensor>, String> {
-        let Some(info) = self.content.tensor_infos.get(name) else {
+        let Some(place) = self.header.tensors.get(name) else {
             return Ok(None);
         };
-        // `header::check` bounds the elements.
-        let (elements, block) = (info.shape.elem_count(), info.ggml_dtype.block_size());
-        let bytes = (elements / block * info.ggml_dtype.type_size()) as u64;
-        let end = self.content.tensor_data_offset.checked_add(info.offset);
-        let end = end.and_then(|start| start.checked_add(bytes));
-        let row = info.shape.dims().last().copied().unwrap_or(0);
-        if !row.is_multiple_of(block) || end.is_none_or(|end| end > self.len) {
-            return Err(format!(
-                "tensor {name} lies beyond the end of the file, or has rows of no whole blocks"
-            ));
-        }
-        let packed = self.content.tensor(&mut self.file, name, &CPU);
+        let info = TensorInfo {
+            ggml_dtype: place.dtype,
+            shape: Shape::from(place.shape.clone()),
+            offset: place.start,
+        };
+        // The place is counted from the file's first byte.
+        let packed = info.read(&mut self.file, 0, &CPU);
         packed.map(Some).map_err(|e| format!("tensor {name}: {e}"))
     }
 }
 
+/// What a kind of model has, and which elements of its heads are turned together.
+fn kind(architecture: &str) -> Result<(Kind, RotaryStyle), String> {
+    let style = match architecture {
+        "llama" => Some(RotaryStyle::Interleaved),
+        "qwen2" | "qwen3" => Some(RotaryStyle::HalfSplit),
+        _ => None,
+    };
+    let both = Kind::of(architecture).zip(style);
+    both.ok_or_else(|| {
+        format!(
+            "its architecture is {architecture}; supported: llama (SmolLM2 and Mistral, too), qwen2, qwen3"
+        )
+    })
+}
+
 impl Gguf {
-    fn value(&self, key: &str) -> Option<&Value> {
-        self.content.metadata.get(key)
-    }
-
-    fn required(&self, key: &str) -> Result<&Value, String> {
-        self.value(key)
-            .ok_or_else(|| format!("its metadata has no {key}"))
-    }
-
-    fn text(&self, key: &str) -> Result<&str, String> {
-        let text = self.required(key)?.to_string();
-        text.map(String::as_str)
-            .map_err(|_| format!("{key} is no string"))
-    }
-
-    /// A number, whatever its type; none if the key is missing.
-    fn integer(&self, key: &str) -> Result<Option<usize>, String> {
-        let Some(value) = self.value(key) else {
-            return Ok(None);
-        };
-        let number = match value {
-            Value::U8(x) => Some(u64::from(*x)),
-            Value::U16(x) => Some(u64::from(*x)),
-            Value::U32(x) => Some(u64::from(*x)),
-            Value::U64(x) => Some(*x),
-            Value::I32(x) => u64::try_from(*x).ok(),
-            Value::I64(x) => u64::try_from(*x).ok(),
-            _ => None,
-        };
-        let number = number.and_then(|x| usize::try_from(x).ok());
-        number
-            .map(Some)
-            .ok_or_else(|| format!("{key} is no whole number, or one for each layer"))
-    }
-
-    fn float(&self, key: &str) -> Result<Option<f32>, String> {
-        let value = self.value(key).map(|value| value.to_f32());
-        value
-            .transpose()
-            .map_err(|_| format!("{key} is no number of type f32"))
-    }
-
-    fn flag(&self, key: &str) -> Option<bool> {
-        self.value(key).and_then(|value| value.to_bool().ok())
-    }
-
-    fn config(&mut self) -> Result<ModelConfig, String> {
-        let architecture = self.text("general.architecture")?.to_owned();
-        let style = match architecture.as_str() {
-            "llama" => RotaryStyle::Interleaved,
-            "qwen2" | "qwen3" => RotaryStyle::HalfSplit,
-            _ => {
-                return Err(format!(
-                    "its architecture is {architecture}; supported: llama (SmolLM2 and Mistral, too), qwen2, qwen3"
-                ));
-            }
-        };
+    fn config(&mut self, remarks: &mut Vec<String>) -> Result<(ModelConfig, Kind), String> {
+        let key = "general.architecture";
+        let architecture = needed(self.header.metadata.text(key)?, key)?;
+        let (kind, style) = kind(&architecture)?;
         let scaling = self.scaling(&architecture)?;
+        let metadata = &self.header.metadata;
         let key = |name: &str| format!("{architecture}.{name}");
-        let integer = |name: &str| self.integer(&key(name));
-        let needed = |name: &str| {
-            let number = integer(name)?;
-            number.ok_or_else(|| format!("its metadata has no {}", key(name)))
-        };
-        if integer("expert_count")?.is_some_and(|experts| experts > 0) {
+        let count = |name: &str| metadata.count(&key(name));
+        let must = |name: &str| needed(count(name)?, &key(name));
+        if count("expert_count")?.is_some_and(|experts| experts > 0) {
             return Err("it is a mixture of experts, which is not supported".to_owned());
         }
-        let hidden = needed("embedding_length")?;
-        let layers = needed("block_count")?.min(1 << 16);
-        let q = needed("attention.head_count")?;
-        let dim = integer("attention.key_length")?.unwrap_or(hidden / q.max(1));
-        if integer("attention.value_length")?.is_some_and(|value| value != dim) {
+        let hidden = must("embedding_length")?;
+        let layers = must("block_count")?.min(1 << 16);
+        let q = must("attention.head_count")?;
+        let dim = count("attention.key_length")?.unwrap_or(hidden / q.max(1));
+        if count("attention.value_length")?.is_some_and(|value| value != dim) {
             return Err("its heads of K and V differ in length, which is not supported".to_owned());
         }
-        let embeddings = self.content.tensor_infos.get(Names::Gguf.embeddings());
-        // A window of n tokens holds the token itself.
-        let window = integer("attention.sliding_window")?.filter(|window| *window > 0);
-        Ok(ModelConfig {
+        let embeddings = self.header.tensors.get(Names::Gguf.embeddings());
+        let vocab = embeddings.and_then(|place| place.shape.first().copied());
+        // A window of n tokens holds the token itself; one of 0 tokens is none.
+        let window = count("attention.sliding_window")?.filter(|window| *window > 0);
+        let eps = "attention.layer_norm_rms_epsilon";
+        let eps = needed(metadata.positive(&key(eps))?, &key(eps))? as f32;
+        let base = metadata.positive(&key("rope.freq_base"))?;
+        // Files of Llama 1 and 2 have none.
+        if architecture == "llama" && base.is_none() {
+            remarks.push(format!(
+                "its metadata has no {}; 10000 is taken",
+                key("rope.freq_base")
+            ));
+        }
+        let base = match (architecture.as_str(), base) {
+            ("llama", None) => 10_000.0,
+            (_, base) => needed(base, &key("rope.freq_base"))?,
+        };
+        let config = ModelConfig {
             hidden,
-            feed_forward: needed("feed_forward_length")?,
+            feed_forward: must("feed_forward_length")?,
             heads: Heads {
                 q,
-                kv: integer("attention.head_count_kv")?.unwrap_or(q),
+                kv: count("attention.head_count_kv")?.unwrap_or(q),
                 dim,
             },
-            vocab: embeddings
-                .and_then(|info| info.shape.dims().first().copied())
-                .unwrap_or(0),
-            context: needed("context_length")?,
-            norm_eps: self
-                .float(&key("attention.layer_norm_rms_epsilon"))?
-                .ok_or("its metadata has no epsilon of RMSNorm")?,
+            vocab: vocab.unwrap_or(0),
+            context: must("context_length")?,
+            norm_eps: eps,
             rope: Rope::new(
-                [integer("rope.dimension_count")?.unwrap_or(dim), dim],
-                f64::from(self.float(&key("rope.freq_base"))?.unwrap_or(10_000.0)),
+                [count("rope.dimension_count")?.unwrap_or(dim), dim],
+                base,
                 style,
                 &scaling,
             )?,
             windows: vec![window.map(|window| window - 1); layers],
             architecture,
-        })
+        };
+        Ok((config, kind))
     }
 
     fn scaling(&mut self, architecture: &str) -> Result<RotaryScaling, String> {
-        if let Some(factors) = self.get("rope_freqs.weight")? {
-            return Ok(RotaryScaling::Factors {
-                factors: values(&factors)?.into_iter().map(f64::from).collect(),
-                attention_factor: 1.0,
-            });
-        }
+        let factors = self.get(ROPE_FACTORS)?;
+        let metadata = &self.header.metadata;
         let key = |name: &str| format!("{architecture}.rope.scaling.{name}");
-        if self.value(&key("type")).is_none() {
-            return Ok(RotaryScaling::None);
-        }
-        match (self.text(&key("type"))?, self.float(&key("factor"))?) {
-            ("none", _) => Ok(RotaryScaling::None),
-            ("linear", Some(factor)) => Ok(RotaryScaling::Linear {
-                factor: f64::from(factor),
+        let kind = metadata.text(&key("type"))?;
+        let factor = metadata.positive(&key("factor"))?;
+        match (kind.as_deref(), factor, factors) {
+            (None | Some("none"), None, Some(factors)) => Ok(RotaryScaling::Factors {
+                factors: positive(&factors)?,
+                attention_factor: 1.0,
             }),
-            (kind, _) => Err(format!(
-                "its rotary positions are scaled by {kind}; supported: none, linear, and Llama 3's factors"
+            (Some("none"), _, None) | (None, None, None) => Ok(RotaryScaling::None),
+            (Some("linear"), Some(factor), None) => Ok(RotaryScaling::Linear { factor }),
+            (kind, ..) => Err(format!(
+                "its rotary positions are scaled by {}; supported: none, linear with its factor, or Llama 3's factors ({ROPE_FACTORS}) alone",
+                kind.unwrap_or("a factor without a type")
             )),
         }
     }
 
-    fn strings(&self, key: &str) -> Result<Vec<String>, String> {
-        let strings = self.required(key)?.to_vec().and_then(|values| {
-            let strings = values.iter().map(|value| value.to_string().cloned());
-            strings.collect()
-        });
-        strings.map_err(|_| format!("{key} is no list of strings"))
-    }
-
-    fn vocabulary(&self) -> Result<GgufVocabulary, String> {
+    fn vocabulary(&self, vocab: usize, remarks: &mut Vec<String>) -> Result<GgufVocabulary, String> {
+        let metadata = &self.header.metadata;
         let key = |name: &str| format!("tokenizer.ggml.{name}");
-        let optional = |name: &str| self.value(&key(name));
-        let not_a_list = |name: &str| format!("{} is no list of numbers", key(name));
-        let kinds = match optional("token_type") {
-            None => Vec::new(),
-            Some(kinds) => kinds
-                .to_vec()
-                .and_then(|kinds| kinds.iter().map(Value::to_i32).collect())
-                .map_err(|_| not_a_list("token_type"))?,
-        };
-        let scores = match optional("scores") {
-            None => Vec::new(),
-            Some(scores) => scores
-                .to_vec()
-                .and_then(|scores| scores.iter().map(Value::to_f32).collect())
-                .map_err(|_| not_a_list("scores"))?,
-        };
-        let merges = optional("merges").map(|_| self.strings(&key("merges")));
-        let token = |name: &str| {
-            let id = self.integer(&key(name))?;
-            Ok::<_, String>(id.and_then(|id| u32::try_from(id).ok()))
+        let tokens = needed(metadata.texts(&key("tokens"))?, &key("tokens"))?;
+        if tokens.len() != vocab {
+            return Err(format!(
+                "{} has {} tokens, but its embeddings are of {vocab}",
+                key("tokens"),
+                tokens.len()
+            ));
+        }
+        let token = |name: &str| match metadata.count(&key(name))? {
+            Some(id) if id >= vocab => {
+                Err(format!("{} is {id}; allowed: 0 to {}", key(name), vocab - 1))
+            }
+            id => Ok(id.map(|id| id as u32)),
         };
         let mut ends = Vec::new();
         for name in ["eos_token_id", "eot_token_id"] {
             ends.extend(token(name)?);
         }
-        let model = self.text(&key("model"))?.to_owned();
+        if ends.is_empty() {
+            remarks.push("its metadata names no token that ends a text".to_owned());
+        }
+        let model = needed(metadata.text(&key("model"))?, &key("model"))?;
         let is_pieces = model == "llama";
+        let merges = metadata.texts(&key("merges"))?;
+        let split = metadata.text(&key("pre"))?;
+        if !is_pieces && split.is_none() {
+            let pre = key("pre");
+            remarks.push(format!("its metadata has no {pre}; text is split as GPT-2 does"));
+        }
+        let adds_begin = metadata.flag(&key("add_bos_token"))?.unwrap_or(is_pieces);
+        let begin = token("bos_token_id")?;
+        if metadata.flag(&key("add_eos_token"))? == Some(true) {
+            return Err(format!("{} is true; supported: false", key("add_eos_token")));
+        }
         Ok(GgufVocabulary {
-            tokens: self.strings(&key("tokens"))?,
-            kinds,
-            scores,
-            merges: merges.transpose()?.unwrap_or_default(),
-            split: self.text(&key("pre")).unwrap_or("default").to_owned(),
-            begin: token("bos_token_id")?,
-            adds_begin: self.flag(&key("add_bos_token")).unwrap_or(is_pieces),
-            adds_space: self.flag(&key("add_space_prefix")).unwrap_or(true),
+            kinds: metadata.integers(&key("token_type"))?.unwrap_or_default(),
+            scores: metadata.floats(&key("scores"))?.unwrap_or_default(),
+            merges: match is_pieces {
+                true => merges.unwrap_or_default(),
+                false => needed(merges, &key("merges"))?,
+            },
+            split: split.unwrap_or_else(|| "gpt-2".to_owned()),
+            begin,
+            adds_begin,
+            adds_space: metadata.flag(&key("add_space_prefix"))?.unwrap_or(true),
             ends,
+            tokens,
             model,
         })
     }
+}
+
+/// Divisors of frequencies.
+fn positive(factors: &Tensor) -> Result<Vec<f64>, String> {
+    let factors: Vec<f64> = values(factors)?.into_iter().map(f64::from).collect();
+    match factors.iter().find(|factor| !(**factor > 0.0)) {
+        None => Ok(factors),
+        Some(wrong) => Err(format!("{ROPE_FACTORS} has the factor {wrong}; allowed: above 0")),
+    }
+}
+
+/// Keys of the architecture that change no result of the models that are read here.
+const HARMLESS_OF_ARCHITECTURE: &[&str] = &[
+    "vocab_size",
+    "expert_used_count",
+    "rope.scaling.original_context_length",
+    "rope.scaling.finetuned",
+    "tensor_data_layout",
+    "attention.layer_norm_epsilon",
+];
+
+/// Other keys that change no result, in full or, with a dot or an underscore at the end, by their beginning.
+const HARMLESS: &[&str] = &[
+    "general.name",
+    "general.author",
+    "general.version",
+    "general.organization",
+    "general.description",
+    "general.license",
+    "general.license.",
+    "general.url",
+    "general.doi",
+    "general.uuid",
+    "general.repo_url",
+    "general.source.",
+    "general.base_model.",
+    "general.dataset.",
+    "general.datasets",
+    "general.tags",
+    "general.languages",
+    "general.file_type",
+    "general.quantization_version",
+    "general.quantized_by",
+    "general.size_label",
+    "general.finetune",
+    "general.basename",
+    "general.sampling.",
+    "general.parameter_count",
+    "quantize.imatrix.",
+    "split.no",
+    "split.tensors.count",
+    "tokenizer.chat_template",
+    "tokenizer.chat_template.",
+    "tokenizer.chat_templates",
+    "tokenizer.huggingface.json",
+    "tokenizer.ggml.token_type_count",
+    "tokenizer.ggml.eom_token_id",
+    "tokenizer.ggml.unknown_token_id",
+    "tokenizer.ggml.padding_token_id",
+    "tokenizer.ggml.seperator_token_id",
+    "tokenizer.ggml.separator_token_id",
+    "tokenizer.ggml.cls_token_id",
+    "tokenizer.ggml.mask_token_id",
+    "tokenizer.ggml.add_sep_token",
+    "tokenizer.ggml.prefix_token_id",
+    "tokenizer.ggml.suffix_token_id",
+    "tokenizer.ggml.middle_token_id",
+    "tokenizer.ggml.fim_",
+    "tokenizer.ggml.added_tokens",
+    "tokenizer.ggml.remove_extra_whitespaces",
+    "tokenizer.ggml.precompiled_charsmap",
+    "tokenizer.ggml.eog_token_ids",
+];
+
+/// Refuses keys of the architecture that nothing has read and that may change results, and names those of others in a remark.
+fn check_keys(
+    metadata: &Metadata,
+    architecture: &str,
+    remarks: &mut Vec<String>,
+) -> Result<(), String> {
+    match metadata.text("general.type")?.as_deref() {
+        None | Some("model") => {}
+        Some(kind) => return Err(format!("general.type is {kind:?}; supported: \"model\"")),
+    }
+    if let Some(parts) = metadata.count("split.count")?.filter(|parts| *parts > 1) {
+        return Err(format!(
+            "it is one of the {parts} files of a model (split.count); merge them into one"
+        ));
+    }
+    let (mut refused, mut unknown) = (Vec::new(), Vec::new());
+    for key in metadata.unread() {
+        let of_architecture = key.strip_prefix(architecture);
+        let of_architecture = of_architecture.and_then(|key| key.strip_prefix('.'));
+        let is_harmless = |known: &&str| {
+            key == *known || known.ends_with(['.', '_']) && key.starts_with(known)
+        };
+        match of_architecture {
+            Some(name) if HARMLESS_OF_ARCHITECTURE.contains(&name) => {}
+            Some(_) => refused.push(key),
+            None if HARMLESS.iter().any(|known| is_harmless(&known)) => {}
+            None => unknown.push(key),
+        }
+    }
+    if !refused.is_empty() {
+        return Err(format!(
+            "its metadata has keys that may change its results and are not supported: {}",
+            quoted(&refused)
+        ));
+    }
+    if !unknown.is_empty() {
+        remarks.push(format!(
+            "its metadata has keys that are not known here and are not used: {}",
+            quoted(&unknown)
+        ));
+    }
+    Ok(())
 }

@@ -1,19 +1,22 @@
 //! Folders as Hugging Face lays them out: `config.json`, `tokenizer.json`, and one or more safetensors.
 
 use std::{
-    collections::HashMap,
+    collections::{BTreeMap, BTreeSet, HashMap},
     fs,
     path::{Path, PathBuf},
 };
 
-use attn::{Heads, RotaryScaling, RotaryStyle};
 use candle_core::{DType, Tensor, quantized::QTensor};
 use serde_json::Value;
 
-use super::parts::{CPU, Names, Parts, Tensors};
+use super::{
+    config_json,
+    parts::{CPU, Names, Parts, Tensors},
+    quoted,
+};
 use crate::{
-    config::{ModelConfig, Rope},
     error::Error,
+    files::{INDEX, WHOLE, is_inside},
     linear::Products,
     model::Model,
     tokenizer::Tokenizer,
@@ -23,10 +26,21 @@ use crate::{
 struct Folder(HashMap<String, Tensor>);
 
 impl Tensors for Folder {
+    fn names(&self) -> Vec<String> {
+        self.0.keys().cloned().collect()
+    }
+
     fn get(&mut self, name: &str) -> Result<Option<Tensor>, String> {
         let Some(tensor) = self.0.remove(name) else {
             return Ok(None);
         };
+        // Others are codes that mean nothing without scales.
+        if !matches!(tensor.dtype(), DType::F32 | DType::F16 | DType::BF16) {
+            return Err(format!(
+                "tensor {name} has elements of {}; supported: f32, f16, bf16",
+                tensor.dtype().as_str()
+            ));
+        }
         let wide = tensor.to_dtype(DType::F32);
         wide.map(Some).map_err(|e| format!("tensor {name}: {e}"))
     }
@@ -34,6 +48,20 @@ impl Tensors for Folder {
     fn packed(&mut self, _: &str) -> Result<Option<QTensor>, String> {
         Err("products with packed weights need a GGUF file; its weights are not packed".to_owned())
     }
+}
+
+fn refused(path: &Path, reason: String) -> Error {
+    Error::Model {
+        path: path.to_owned(),
+        reason,
+    }
+}
+
+fn read(path: &Path) -> Result<Vec<u8>, Error> {
+    fs::read(path).map_err(|source| Error::File {
+        path: path.to_owned(),
+        source,
+    })
 }
 
 /// Reads a folder's model and tokenizer; `path` is the folder, or its one safetensors file.
@@ -46,172 +74,126 @@ pub(super) fn load(
         true => path,
         false => path.parent().unwrap_or(Path::new(".")),
     };
-    let read = |path: PathBuf| match fs::read(&path) {
-        Ok(bytes) => Ok((path, bytes)),
-        Err(source) => Err(Error::File { path, source }),
+    let config_path = folder.join("config.json");
+    let config = config_json::read(&read(&config_path)?);
+    let mut config = config.map_err(|reason| refused(&config_path, reason))?;
+    let checked = config.model.check();
+    checked.map_err(|reason| refused(&config_path, reason))?;
+    let tokenizer_path = folder.join("tokenizer.json");
+    let tokenizer = Tokenizer::from_json(&read(&tokenizer_path)?, config.ends);
+    let tokenizer = tokenizer.map_err(|reason| refused(&tokenizer_path, reason))?;
+    let tensors = match path.is_dir() {
+        true => of_folder(folder, &mut config.remarks)?,
+        false => tensors(path)?,
     };
-    let (config_path, bytes) = read(folder.join("config.json"))?;
-    let refused = |reason| Error::Model {
-        path: config_path.clone(),
-        reason,
-    };
-    let json: Value = serde_json::from_slice(&bytes).map_err(|e| refused(e.to_string()))?;
-    let config = config(&json).map_err(refused)?;
-    config.check().map_err(refused)?;
-    let (tokenizer_path, bytes) = read(folder.join("tokenizer.json"))?;
-    let tokenizer = Tokenizer::from_json(&bytes, ends(&json)).map_err(|reason| Error::Model {
-        path: tokenizer_path,
-        reason,
-    })?;
-    let mut tensors = HashMap::new();
-    for file in files(path, folder)? {
-        let (file, bytes) = read(file)?;
-        let loaded = candle_core::safetensors::load_buffer(&bytes, &CPU);
-        tensors.extend(loaded.map_err(|e| Error::Model {
-            path: file,
-            reason: e.to_string(),
-        })?);
-    }
     let mut parts = Parts {
         tensors: &mut Folder(tensors),
         names: Names::Safetensors,
+        kind: config.kind,
         products,
         device: products.device()?,
     };
-    let model = parts.model(config, progress);
-    Ok((
-        model.map_err(|reason| Error::Model {
-            path: path.to_owned(),
-            reason,
-        })?,
-        tokenizer,
-    ))
+    let model = parts.model(config.model, progress);
+    let mut model = model.map_err(|reason| refused(path, reason))?;
+    model.remarks = config.remarks;
+    Ok((model, tokenizer))
 }
 
-/// The safetensors of a folder in order of their names, or the one that was named.
-fn files(path: &Path, folder: &Path) -> Result<Vec<PathBuf>, Error> {
-    if !path.is_dir() {
-        return Ok(vec![path.to_owned()]);
+/// The tensors of a file.
+fn tensors(path: &Path) -> Result<HashMap<String, Tensor>, Error> {
+    let loaded = candle_core::safetensors::load_buffer(&read(path)?, &CPU);
+    loaded.map_err(|e| refused(path, e.to_string()))
+}
+
+/// Files with which transformers changes the weights of a folder.
+const ADAPTERS: [&str; 2] = ["adapter_model.safetensors", "adapter_config.json"];
+
+/// The tensors of a folder: those of `model.safetensors`, or of the files that the index names, or of the only safetensors file.
+fn of_folder(folder: &Path, remarks: &mut Vec<String>) -> Result<HashMap<String, Tensor>, Error> {
+    let present = safetensors(folder)?;
+    let has_adapter = |name: &&&str| folder.join(name).exists();
+    if let Some(adapter) = ADAPTERS.iter().find(|name| has_adapter(name)) {
+        return Err(refused(
+            folder,
+            format!(
+                "it has {adapter}, an adapter, which is not applied; merge it into the weights, or name the file of the weights"
+            ),
+        ));
     }
+    let index = folder.join(INDEX);
+    let (all, used) = if present.contains(WHOLE) {
+        (tensors(&folder.join(WHOLE))?, BTreeSet::from([WHOLE.to_owned()]))
+    } else if index.exists() {
+        of_index(folder, &index)?
+    } else if let (Some(only), 1) = (present.first(), present.len()) {
+        (tensors(&folder.join(only))?, present.clone())
+    } else {
+        let names: Vec<&str> = present.iter().map(String::as_str).collect();
+        return Err(refused(
+            folder,
+            format!(
+                "it has {} safetensors files and neither {WHOLE} nor {INDEX}: {}; name the file of the weights",
+                names.len(),
+                quoted(&names)
+            ),
+        ));
+    };
+    let others: Vec<&str> = present.difference(&used).map(String::as_str).collect();
+    if !others.is_empty() {
+        remarks.push(format!("not read: {}", quoted(&others)));
+    }
+    Ok(all)
+}
+
+/// Names of a folder's safetensors files.
+fn safetensors(folder: &Path) -> Result<BTreeSet<String>, Error> {
     let unreadable = |source| Error::File {
         path: folder.to_owned(),
         source,
     };
-    let mut files = Vec::new();
+    let mut names = BTreeSet::new();
     for entry in fs::read_dir(folder).map_err(unreadable)? {
-        let file = entry.map_err(unreadable)?.path();
+        let file = PathBuf::from(entry.map_err(unreadable)?.file_name());
         if file.extension().is_some_and(|e| e == "safetensors") {
-            files.push(file);
+            names.insert(file.to_string_lossy().into_owned());
         }
     }
-    files.sort();
-    Ok(files)
+    Ok(names)
 }
 
-/// The tokens that end a text.
-fn ends(json: &Value) -> Vec<u32> {
-    let ids = match &json["eos_token_id"] {
-        Value::Array(ids) => ids.clone(),
-        id => vec![id.clone()],
-    };
-    let id = |id: &Value| id.as_u64().and_then(|id| u32::try_from(id).ok());
-    ids.iter().filter_map(id).collect()
-}
-
-/// The model's shape.
-fn config(json: &Value) -> Result<ModelConfig, String> {
-    let integer = |key: &str| {
-        let number = json[key].as_u64().and_then(|x| usize::try_from(x).ok());
-        number.ok_or_else(|| format!("it has no whole number {key}"))
-    };
-    let architecture = json["model_type"].as_str().unwrap_or("missing");
-    if !matches!(architecture, "llama" | "mistral" | "qwen2" | "qwen3") {
-        return Err(format!(
-            "its model_type is {architecture}; supported: llama, mistral, qwen2, qwen3"
-        ));
+/// The tensors of an index and the names of their files; each tensor must be in the file that the index names.
+fn of_index(
+    folder: &Path,
+    index: &Path,
+) -> Result<(HashMap<String, Tensor>, BTreeSet<String>), Error> {
+    let bytes = read(index)?;
+    let json: Value = serde_json::from_slice(&bytes).map_err(|e| refused(index, e.to_string()))?;
+    let mut files = BTreeMap::<&str, BTreeSet<&str>>::new();
+    let map = json["weight_map"].as_object();
+    for (name, file) in map.into_iter().flatten() {
+        let file = file.as_str().filter(|file| is_inside(file));
+        let file = file.ok_or_else(|| {
+            refused(index, format!("tensor {name:?} has no file inside the folder"))
+        })?;
+        files.entry(file).or_default().insert(name);
     }
-    match json["hidden_act"].as_str() {
-        None | Some("silu") => {}
-        Some(act) => return Err(format!("its hidden_act is {act}; supported: silu")),
+    if files.is_empty() {
+        return Err(refused(index, "it has no weight_map with tensors".to_owned()));
     }
-    let (hidden, q) = (integer("hidden_size")?, integer("num_attention_heads")?);
-    let dim = integer("head_dim").unwrap_or(hidden / q.max(1));
-    let layers = integer("num_hidden_layers")?.min(1 << 16);
-    Ok(ModelConfig {
-        architecture: architecture.to_owned(),
-        hidden,
-        feed_forward: integer("intermediate_size")?,
-        heads: Heads {
-            q,
-            kv: integer("num_key_value_heads").unwrap_or(q),
-            dim,
-        },
-        vocab: integer("vocab_size")?,
-        context: integer("max_position_embeddings")?,
-        norm_eps: json["rms_norm_eps"].as_f64().unwrap_or(1e-6) as f32,
-        rope: Rope::new(
-            [dim, dim],
-            json["rope_theta"].as_f64().unwrap_or(10_000.0),
-            RotaryStyle::HalfSplit,
-            &scaling(json)?,
-        )?,
-        windows: windows(json, layers),
-    })
-}
-
-/// `rope_scaling` of a config, as transformers reads it.
-fn scaling(config: &Value) -> Result<RotaryScaling, String> {
-    let json = &config["rope_scaling"];
-    let kind = json["rope_type"].as_str().or(json["type"].as_str());
-    let number = |key: &str| {
-        let number = json[key].as_f64();
-        number.ok_or_else(|| format!("its rope_scaling has no number {key}"))
-    };
-    let original = "original_max_position_embeddings";
-    match kind {
-        None | Some("default") => Ok(RotaryScaling::None),
-        Some("linear") => Ok(RotaryScaling::Linear {
-            factor: number("factor")?,
-        }),
-        Some("llama3") => Ok(RotaryScaling::Llama3 {
-            factor: number("factor")?,
-            low_freq_factor: number("low_freq_factor")?,
-            high_freq_factor: number("high_freq_factor")?,
-            original_context: number(original)?,
-        }),
-        Some("yarn") if !json["mscale"].is_null() => {
-            Err("its rope_scaling has mscale, which is not supported".to_owned())
+    let mut all = HashMap::new();
+    for (file, wanted) in &files {
+        let path = folder.join(file);
+        let found = tensors(&path)?;
+        let names: BTreeSet<&str> = found.keys().map(String::as_str).collect();
+        if let Some(name) = names.symmetric_difference(wanted).next() {
+            let has = if wanted.contains(name) { "lacks" } else { "has" };
+            let says = if wanted.contains(name) { "has" } else { "has not" };
+            return Err(refused(
+                &path,
+                format!("it {has} the tensor {name:?}, which it {says} by {INDEX}"),
+            ));
         }
-        Some("yarn") => Ok(RotaryScaling::Yarn {
-            factor: number("factor")?,
-            original_context: number(original)
-                .or_else(|reason| config["max_position_embeddings"].as_f64().ok_or(reason))?,
-            beta_fast: json["beta_fast"].as_f64().unwrap_or(32.0),
-            beta_slow: json["beta_slow"].as_f64().unwrap_or(1.0),
-            truncate: json["truncate"].as_bool().unwrap_or(true),
-            attention_factor: json["attention_factor"].as_f64(),
-        }),
-        Some(kind) => Err(format!(
-            "its rope_scaling is {kind}; supported: default, linear, llama3, yarn"
-        )),
+        all.extend(found);
     }
-}
-
-/// For each layer, the tokens before its own that a token sees: a window of n tokens holds the token itself.
-fn windows(json: &Value, layers: usize) -> Vec<Option<usize>> {
-    let size = json["sliding_window"].as_u64().filter(|size| *size > 0);
-    let is_used = json["use_sliding_window"].as_bool() != Some(false);
-    let left = size.filter(|_| is_used).map(|size| size as usize - 1);
-    let kinds = json["layer_types"].as_array();
-    // Qwen2 has a window in its layers from this one on.
-    let first = match json["model_type"].as_str() {
-        Some("mistral") => 0,
-        _ => json["max_window_layers"].as_u64().unwrap_or(0) as usize,
-    };
-    let has_window = |layer: usize| match kinds.and_then(|kinds| kinds.get(layer)) {
-        Some(kind) => kind == "sliding_attention",
-        None => layer >= first,
-    };
-    let of = |layer: usize| left.filter(|_| has_window(layer));
-    (0..layers).map(of).collect()
+    Ok((all, files.into_keys().map(str::to_owned).collect()))
 }
