@@ -110,11 +110,15 @@ struct Ready {
 }
 
 impl ModelArgs {
-    fn open(&self, backends: &Backends) -> Result<Ready> {
+    /// Opens the backend and reads the model; prints what its files leave open.
+    fn open(&self, backends: &Backends, console: &mut Console<'_>) -> Result<Ready> {
         let selection = (backends.select)(self.backend)?;
         let device = selection.backend.device();
         let device = format!("{}: {} ({})", selection.id, device.name, device.detail);
         let (model, tokenizer) = load(&self.path()?, self.products)?;
+        for remark in model.remarks() {
+            console.remark(format_args!("{}: {remark}", self.model.display()));
+        }
         Ok(Ready {
             model,
             tokenizer,
@@ -179,7 +183,7 @@ fn rate(tokens: usize, time: std::time::Duration) -> f64 {
 
 /// Generates texts and prints them, as tokens come where one text is printed at a time.
 pub fn generate(args: &GenerateArgs, console: &mut Console<'_>, backends: &Backends) -> Result<()> {
-    let ready = args.model.open(backends)?;
+    let ready = args.model.open(backends, console)?;
     let encode = |prompt: &String| ready.tokenizer.encode(prompt);
     let prompts: Vec<_> = args.prompts.iter().map(encode).collect::<Result<_, _>>()?;
     if !console.json {
@@ -322,7 +326,7 @@ pub fn perplexity(
     let plot = args.plot.as_deref();
     let plot = plot.map(|path| Target::new(path, args.force, None));
     let plot = plot.transpose()?;
-    let ready = args.model.open(backends)?;
+    let ready = args.model.open(backends, console)?;
     let texts: Vec<Vec<u32>> = args
         .text
         .iter()

@@ -249,9 +249,15 @@ fn damaged_safetensors_are_refused_with_a_sentence() {
             r#"{"rope_type":"dynamic"}"#,
             "dynamic; supported: default, linear, llama3, yarn",
         ),
-        (r#"{"rope_type":"yarn"}"#, "no number factor"),
+        (
+            r#"{"rope_type":"yarn"}"#,
+            "rope_scaling's factor is missing",
+        ),
         (r#"{"type":"yarn","factor":4,"mscale":1}"#, "mscale"),
-        (r#"{"type":"linear","factor":0}"#, "frequency"),
+        (
+            r#"{"type":"linear","factor":0}"#,
+            "factor is 0; supported: a finite number above 0",
+        ),
     ] {
         let text = scaled(scaling);
         assert!(text.contains(words), "{text}");

@@ -81,8 +81,13 @@ fn shapes() -> Vec<(String, Vec<usize>, f32, f32)> {
             (format!("blk.{i}.{name}"), vec![outputs, inputs], 0.25, 0.0)
         };
         all.extend(matrices.map(matrix));
-        let norm = |name: &str| (format!("blk.{i}.{name}"), vec![HIDDEN], 0.3, 1.0);
-        all.extend(["attn_norm", "ffn_norm"].map(norm));
+        let norms = [
+            ("attn_norm", HIDDEN),
+            ("ffn_norm", HIDDEN),
+            ("attn_q_norm", 64),
+            ("attn_k_norm", 64),
+        ];
+        all.extend(norms.map(|(name, n)| (format!("blk.{i}.{name}"), vec![n], 0.3, 1.0)));
     }
     all
 }
@@ -101,17 +106,24 @@ pub fn gguf() -> Vec<u8> {
     let mut file = Bytes(b"GGUF".to_vec());
     file.u32(3);
     file.u64(tensors.len());
-    file.u64(numbers.len() + 6);
+    file.u64(numbers.len() + 8);
     file.key("general.architecture", 8);
-    file.string("qwen2");
+    file.string("qwen3");
     for (name, number) in numbers {
-        file.key(&format!("qwen2.{name}"), 4);
+        file.key(&format!("qwen3.{name}"), 4);
         file.u32(number);
     }
-    file.key("qwen2.attention.layer_norm_rms_epsilon", 6);
-    file.u32(1e-5f32.to_bits());
+    for (name, number) in [
+        ("attention.layer_norm_rms_epsilon", 1e-5f32),
+        ("rope.freq_base", 1e4),
+    ] {
+        file.key(&format!("qwen3.{name}"), 6);
+        file.u32(number.to_bits());
+    }
     file.key("tokenizer.ggml.model", 8);
     file.string("gpt2");
+    file.key("tokenizer.ggml.pre", 8);
+    file.string("gpt-2");
     file.key("tokenizer.ggml.eos_token_id", 4);
     file.u32(256);
     for (name, texts) in [("tokens", vocabulary()), ("merges", Vec::new())] {
@@ -148,6 +160,8 @@ pub fn safetensors() -> std::collections::HashMap<String, Vec<u8>> {
         ("attn_k", "self_attn.k_proj"),
         ("attn_v", "self_attn.v_proj"),
         ("attn_output", "self_attn.o_proj"),
+        ("attn_q_norm", "self_attn.q_norm"),
+        ("attn_k_norm", "self_attn.k_norm"),
         ("ffn_norm", "post_attention_layernorm"),
         ("ffn_gate", "mlp.gate_proj"),
         ("ffn_up", "mlp.up_proj"),
@@ -185,9 +199,10 @@ pub fn safetensors() -> std::collections::HashMap<String, Vec<u8>> {
         (
             "config.json",
             serde_json::json!({
-                "model_type": "qwen2", "hidden_size": HIDDEN, "num_attention_heads": 2, "num_key_value_heads": 1,
+                "model_type": "qwen3", "hidden_size": HIDDEN, "num_attention_heads": 2, "num_key_value_heads": 1,
                 "num_hidden_layers": LAYERS, "intermediate_size": FEED_FORWARD, "vocab_size": VOCAB,
-                "max_position_embeddings": CONTEXT, "rms_norm_eps": 1e-5, "eos_token_id": 256,
+                "max_position_embeddings": CONTEXT, "rms_norm_eps": 1e-5, "rope_theta": 1e4, "tie_word_embeddings": true,
+                "eos_token_id": 256,
             }),
         ),
         (

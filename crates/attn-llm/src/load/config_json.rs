@@ -263,7 +263,8 @@ fn rope(fields: &Fields<'_>, context: usize) -> Result<(Option<f64>, RotaryScali
         }
     }
     for (whose, object) in all {
-        let (own_theta, own) = scaling_of(&Fields::new(&format!("its {whose}'s"), object), context)?;
+        let (own_theta, own) =
+            scaling_of(&Fields::new(&format!("its {whose}'s"), object), context)?;
         if theta.is_some_and(|theta| own_theta.is_some_and(|own| own != theta))
             || scaling.as_ref().is_some_and(|scaling| *scaling != own)
         {
@@ -282,7 +283,10 @@ fn of_layer_types<'a>(
     key: &str,
     object: &'a Map<String, Value>,
 ) -> Result<Vec<(String, &'a Map<String, Value>)>, String> {
-    if !object.keys().any(|name| LAYER_TYPES.contains(&name.as_str())) {
+    if !object
+        .keys()
+        .any(|name| LAYER_TYPES.contains(&name.as_str()))
+    {
         return Ok(vec![(key.to_owned(), object)]);
     }
     let of_type = |(name, value): (&String, &'a Value)| match value.as_object() {
@@ -299,13 +303,13 @@ fn of_layer_types<'a>(
 }
 
 /// One object with the parameters of rotary positions: the base, where it has one, and the scaling.
-fn scaling_of(
-    fields: &Fields<'_>,
-    context: usize,
-) -> Result<(Option<f64>, RotaryScaling), String> {
+fn scaling_of(fields: &Fields<'_>, context: usize) -> Result<(Option<f64>, RotaryScaling), String> {
     let must = |key: &str| fields.needed(fields.positive(key)?, key);
     let theta = fields.positive("rope_theta")?;
-    if fields.positive("partial_rotary_factor")?.is_some_and(|part| part != 1.0) {
+    if fields
+        .positive("partial_rotary_factor")?
+        .is_some_and(|part| part != 1.0)
+    {
         return Err("its partial_rotary_factor is not 1, which is not supported".to_owned());
     }
     let (kind, old) = (fields.text("rope_type")?, fields.text("type")?);
@@ -411,7 +415,9 @@ fn layer_types(fields: &Fields<'_>, layers: usize) -> Result<Option<Vec<bool>>, 
         return Ok(None);
     };
     let kind = |kind: &Value| LAYER_TYPES.iter().position(|known| kind == known);
-    let kinds = value.as_array().and_then(|kinds| kinds.iter().map(kind).collect());
+    let kinds = value
+        .as_array()
+        .and_then(|kinds| kinds.iter().map(kind).collect());
     let kinds: Option<Vec<usize>> = kinds;
     let kinds = kinds.filter(|kinds| kinds.len() == layers);
     let allowed = format!("{layers} times one of {}", LAYER_TYPES.join(", "));

@@ -189,7 +189,11 @@ impl Gguf {
         }
     }
 
-    fn vocabulary(&self, vocab: usize, remarks: &mut Vec<String>) -> Result<GgufVocabulary, String> {
+    fn vocabulary(
+        &self,
+        vocab: usize,
+        remarks: &mut Vec<String>,
+    ) -> Result<GgufVocabulary, String> {
         let metadata = &self.header.metadata;
         let key = |name: &str| format!("tokenizer.ggml.{name}");
         let tokens = needed(metadata.texts(&key("tokens"))?, &key("tokens"))?;
@@ -201,9 +205,11 @@ impl Gguf {
             ));
         }
         let token = |name: &str| match metadata.count(&key(name))? {
-            Some(id) if id >= vocab => {
-                Err(format!("{} is {id}; allowed: 0 to {}", key(name), vocab - 1))
-            }
+            Some(id) if id >= vocab => Err(format!(
+                "{} is {id}; allowed: 0 to {}",
+                key(name),
+                vocab - 1
+            )),
             id => Ok(id.map(|id| id as u32)),
         };
         let mut ends = Vec::new();
@@ -219,12 +225,17 @@ impl Gguf {
         let split = metadata.text(&key("pre"))?;
         if !is_pieces && split.is_none() {
             let pre = key("pre");
-            remarks.push(format!("its metadata has no {pre}; text is split as GPT-2 does"));
+            remarks.push(format!(
+                "its metadata has no {pre}; text is split as GPT-2 does"
+            ));
         }
         let adds_begin = metadata.flag(&key("add_bos_token"))?.unwrap_or(is_pieces);
         let begin = token("bos_token_id")?;
         if metadata.flag(&key("add_eos_token"))? == Some(true) {
-            return Err(format!("{} is true; supported: false", key("add_eos_token")));
+            return Err(format!(
+                "{} is true; supported: false",
+                key("add_eos_token")
+            ));
         }
         Ok(GgufVocabulary {
             kinds: metadata.integers(&key("token_type"))?.unwrap_or_default(),
@@ -249,7 +260,9 @@ fn positive(factors: &Tensor) -> Result<Vec<f64>, String> {
     let factors: Vec<f64> = values(factors)?.into_iter().map(f64::from).collect();
     match factors.iter().find(|factor| !(**factor > 0.0)) {
         None => Ok(factors),
-        Some(wrong) => Err(format!("{ROPE_FACTORS} has the factor {wrong}; allowed: above 0")),
+        Some(wrong) => Err(format!(
+            "{ROPE_FACTORS} has the factor {wrong}; allowed: above 0"
+        )),
     }
 }
 
@@ -335,9 +348,8 @@ fn check_keys(
     for key in metadata.unread() {
         let of_architecture = key.strip_prefix(architecture);
         let of_architecture = of_architecture.and_then(|key| key.strip_prefix('.'));
-        let is_harmless = |known: &&str| {
-            key == *known || known.ends_with(['.', '_']) && key.starts_with(known)
-        };
+        let is_harmless =
+            |known: &&str| key == *known || known.ends_with(['.', '_']) && key.starts_with(known);
         match of_architecture {
             Some(name) if HARMLESS_OF_ARCHITECTURE.contains(&name) => {}
             Some(_) => refused.push(key),

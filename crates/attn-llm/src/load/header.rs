@@ -86,7 +86,10 @@ impl<R: Read> Source<'_, R> {
         let len = self.count("a string's length is", 1, MAX_STRING)?;
         let mut bytes = vec![0; len];
         self.fill(&mut bytes)?;
-        let end = bytes.iter().rposition(|b| *b != 0).map_or(0, |last| last + 1);
+        let end = bytes
+            .iter()
+            .rposition(|b| *b != 0)
+            .map_or(0, |last| last + 1);
         bytes.truncate(end);
         match String::from_utf8(bytes) {
             Ok(text) => Ok(text),
@@ -99,7 +102,9 @@ impl<R: Read> Source<'_, R> {
             7 => match self.array()? {
                 [0] => Ok(Value::Flag(false)),
                 [1] => Ok(Value::Flag(true)),
-                [byte] => Err(format!("its header has the truth value {byte}; allowed: 0, 1")),
+                [byte] => Err(format!(
+                    "its header has the truth value {byte}; allowed: 0, 1"
+                )),
             },
             8 => Ok(Value::Text(self.text()?)),
             9 => self.list(),
@@ -225,7 +230,12 @@ fn alignment(metadata: &Metadata) -> Result<u64, String> {
 }
 
 /// Moves tensors to where the first one starts, and refuses those that do not lie side by side, each at the alignment, within the file.
-fn settle(tensors: &mut BTreeMap<String, Place>, data: u64, alignment: u64, len: u64) -> Result<(), String> {
+fn settle(
+    tensors: &mut BTreeMap<String, Place>,
+    data: u64,
+    alignment: u64,
+    len: u64,
+) -> Result<(), String> {
     let mut all: Vec<_> = tensors.iter_mut().collect();
     all.sort_by_key(|(_, place)| (place.start, place.bytes));
     let mut next = 0u64;

@@ -19,16 +19,13 @@ pub(super) enum Value {
 
 impl Value {
     /// An array of numbers, which are all of one type.
-    pub fn numbers(
-        numbers: impl Iterator<Item = Result<Value, String>>,
-    ) -> Result<Value, String> {
+    pub fn numbers(numbers: impl Iterator<Item = Result<Value, String>>) -> Result<Value, String> {
         let (mut integers, mut floats) = (Vec::new(), Vec::new());
         for number in numbers {
             match number? {
                 Value::Float(x) => floats.push(x as f32),
-                Value::Integer(x) => integers.push(
-                    i64::try_from(x).map_err(|_| format!("an array of its header has {x}"))?,
-                ),
+                Value::Integer(x) => integers
+                    .push(i64::try_from(x).map_err(|_| format!("an array of its header has {x}"))?),
                 _ => return Err("an array of its header has no numbers".to_owned()),
             }
         }

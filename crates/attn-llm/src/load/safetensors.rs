@@ -122,7 +122,10 @@ fn of_folder(folder: &Path, remarks: &mut Vec<String>) -> Result<HashMap<String,
     }
     let index = folder.join(INDEX);
     let (all, used) = if present.contains(WHOLE) {
-        (tensors(&folder.join(WHOLE))?, BTreeSet::from([WHOLE.to_owned()]))
+        (
+            tensors(&folder.join(WHOLE))?,
+            BTreeSet::from([WHOLE.to_owned()]),
+        )
     } else if index.exists() {
         of_index(folder, &index)?
     } else if let (Some(only), 1) = (present.first(), present.len()) {
@@ -173,12 +176,18 @@ fn of_index(
     for (name, file) in map.into_iter().flatten() {
         let file = file.as_str().filter(|file| is_inside(file));
         let file = file.ok_or_else(|| {
-            refused(index, format!("tensor {name:?} has no file inside the folder"))
+            refused(
+                index,
+                format!("tensor {name:?} has no file inside the folder"),
+            )
         })?;
         files.entry(file).or_default().insert(name);
     }
     if files.is_empty() {
-        return Err(refused(index, "it has no weight_map with tensors".to_owned()));
+        return Err(refused(
+            index,
+            "it has no weight_map with tensors".to_owned(),
+        ));
     }
     let mut all = HashMap::new();
     for (file, wanted) in &files {
@@ -186,8 +195,16 @@ fn of_index(
         let found = tensors(&path)?;
         let names: BTreeSet<&str> = found.keys().map(String::as_str).collect();
         if let Some(name) = names.symmetric_difference(wanted).next() {
-            let has = if wanted.contains(name) { "lacks" } else { "has" };
-            let says = if wanted.contains(name) { "has" } else { "has not" };
+            let has = if wanted.contains(name) {
+                "lacks"
+            } else {
+                "has"
+            };
+            let says = if wanted.contains(name) {
+                "has"
+            } else {
+                "has not"
+            };
             return Err(refused(
                 &path,
                 format!("it {has} the tensor {name:?}, which it {says} by {INDEX}"),

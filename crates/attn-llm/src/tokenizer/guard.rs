@@ -58,7 +58,9 @@ fn check_processor(part: &str, json: &Value) -> Result<(), String> {
             };
             match wrong {
                 Some(wrong) => Err(format!("its {part} has {wrong}")),
-                None => object.values().try_for_each(|one| check_processor(part, one)),
+                None => object
+                    .values()
+                    .try_for_each(|one| check_processor(part, one)),
             }
         }
         _ => Ok(()),

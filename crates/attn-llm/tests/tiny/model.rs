@@ -84,6 +84,25 @@ pub fn weights() -> Weights {
     all
 }
 
+/// The weights with the parts that a kind of model has: those above are of Qwen 3.
+pub fn weights_of(kind: &str) -> Weights {
+    let mut all = weights();
+    if kind != "qwen3" {
+        all.retain(|name, _| !name.contains("q_norm") && !name.contains("k_norm"));
+    }
+    if kind == "mistral" {
+        all.retain(|name, _| !name.ends_with(".bias"));
+    }
+    if kind == "qwen2" {
+        let bias = Random(13).vector(KV_HEADS * DIM, 0.5);
+        for i in 0..LAYERS {
+            let bias = (vec![bias.len()], bias.clone());
+            all.insert(format!("blk.{i}.attn_v.bias"), bias);
+        }
+    }
+    all
+}
+
 /// One token for each byte, in the alphabet of byte-level tokenizers, and special tokens after them.
 pub fn tokens() -> Vec<String> {
     let mut alphabet: Vec<char> = tokenizers_alphabet();
@@ -366,7 +385,7 @@ pub fn folder(weights: &Weights, changes: &[(&str, Value)]) -> Files {
         "model_type": "qwen3", "hidden_size": HIDDEN, "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS,
         "head_dim": DIM, "num_hidden_layers": LAYERS, "intermediate_size": FEED_FORWARD, "vocab_size": VOCAB,
         "max_position_embeddings": CONTEXT, "rms_norm_eps": EPS, "rope_theta": BASE, "eos_token_id": 256,
-        "hidden_act": "silu", "rope_scaling": null,
+        "hidden_act": "silu", "rope_scaling": null, "tie_word_embeddings": !weights.contains_key("output.weight"),
     });
     for (key, value) in changes {
         config[*key] = value.clone();
