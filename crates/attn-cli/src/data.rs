@@ -1,5 +1,8 @@
 //! Attention inputs of a real model from a safetensors file.
 
+mod layout;
+mod name;
+
 use std::path::Path;
 
 use anyhow::{Context, Result, bail, ensure};
@@ -7,13 +10,15 @@ use attn::{CacheBuilder, CacheConfig, Heads, KvFormat, Problem, Scheme};
 use half::{bf16, f16};
 use safetensors::{Dtype, SafeTensors};
 
+pub use self::{layout::Layout, name::LayerName};
+
 /// The bundled tensors; `data/README.md` says where they come from.
 static BUNDLED: &[u8] = include_bytes!("../data/smollm2-decode.safetensors");
 
 /// K and V of one layer.
 pub struct Kv {
-    /// The layer's name in the file.
-    pub name: String,
+    /// The layer's name.
+    pub name: LayerName,
     /// K as `[seq, kv_heads, head_dim]`, the order of an append.
     pub k: Vec<f32>,
     /// V, in the same order.
@@ -73,12 +78,12 @@ pub fn parse(bytes: &[u8]) -> Result<SafeTensors<'_>> {
         .context("not a safetensors file; write one with NAME.k and NAME.v per layer")
 }
 
-/// Names before `suffix`, sorted.
-pub fn names(tensors: &SafeTensors<'_>, suffix: &str) -> Vec<String> {
-    let mut names: Vec<String> = tensors
+/// Layers with a tensor of this suffix, sorted.
+fn names(tensors: &SafeTensors<'_>, suffix: &str) -> Vec<LayerName> {
+    let mut names: Vec<LayerName> = tensors
         .names()
         .iter()
-        .filter_map(|name| name.strip_suffix(suffix).map(str::to_owned))
+        .filter_map(|name| name.strip_suffix(suffix).map(LayerName::new))
         .collect();
     names.sort();
     names
@@ -106,19 +111,56 @@ fn tensor_scales(scheme: Scheme, x: &[f32], heads: usize, head_dim: usize) -> Ve
         .collect()
 }
 
-/// K and V of all layers of a file.
-pub fn load_kv(bytes: &[u8]) -> Result<Vec<Kv>> {
+/// K and V of a file, and the order that they were read in.
+pub struct Inputs {
+    /// The order in the file.
+    pub layout: Layout,
+    /// All layers, by name.
+    pub layers: Vec<Kv>,
+}
+
+/// An entry of a file's metadata.
+fn metadata(bytes: &[u8], key: &str) -> Result<Option<String>> {
+    let (_, header) = SafeTensors::read_metadata(bytes)?;
+    let metadata = header.metadata().as_ref();
+    Ok(metadata.and_then(|metadata| metadata.get(key).cloned()))
+}
+
+/// K and V of all layers of a file, in the order that it names, or that was asked for.
+pub fn load_kv(bytes: &[u8], asked: Option<Layout>) -> Result<Inputs> {
     let tensors = parse(bytes)?;
     let names = names(&tensors, ".k");
     ensure!(
         !names.is_empty(),
-        "the file has no tensor NAME.k; it needs NAME.k and NAME.v, [kv_heads, seq, head_dim], per layer"
+        "the file has no tensor NAME.k; it needs NAME.k and NAME.v, {}, per layer",
+        Layout::TokensFirst
     );
-    names.into_iter().map(|name| kv(&tensors, name)).collect()
+    for name in self::names(&tensors, ".v") {
+        ensure!(
+            names.contains(&name),
+            "the file has {name}.v, but no {name}.k; K and V go together"
+        );
+    }
+    let layout = Layout::of(metadata(bytes, "layout")?.as_deref(), asked)?;
+    let layers = names.into_iter().map(|name| kv(&tensors, name, layout));
+    Ok(Inputs {
+        layout,
+        layers: layers.collect::<Result<_>>()?,
+    })
 }
 
-/// All layers of a file, and the scale of its scores: the metadata's `scale`, or 1 / sqrt(head_dim).
-pub fn load(file: Option<&Path>) -> Result<(Vec<Layer>, f32)> {
+/// Layers with queries and exact results, as a file has them.
+pub struct Layers {
+    /// The order of K and V in the file.
+    pub layout: Layout,
+    /// All layers, by name.
+    pub layers: Vec<Layer>,
+    /// The scale of the scores: the metadata's `scale`, or 1 / sqrt(head_dim).
+    pub scale: f32,
+}
+
+/// All layers of a file; of the bundled one, if there is no other.
+pub fn load(file: Option<&Path>, asked: Option<Layout>) -> Result<Layers> {
     let owned;
     let bytes = match file {
         None => BUNDLED,
@@ -127,26 +169,29 @@ pub fn load(file: Option<&Path>) -> Result<(Vec<Layer>, f32)> {
             &owned
         }
     };
-    let layers = load_kv(bytes)?;
+    let Inputs { layout, layers } = load_kv(bytes, asked)?;
     let tensors = parse(bytes)?;
-    let (_, header) = SafeTensors::read_metadata(bytes)?;
-    let scale = match header.metadata().as_ref().and_then(|m| m.get("scale")) {
+    let scale = match metadata(bytes, "scale")? {
         Some(scale) => scale
             .parse()
             .context("the file's metadata `scale` is not a number")?,
         None => (layers[0].head_dim as f32).sqrt().recip(),
     };
-    let layers = layers
-        .into_iter()
-        .map(|kv| layer(&tensors, kv, scale))
-        .collect::<Result<_>>()?;
-    Ok((layers, scale))
+    let layers = layers.into_iter().map(|kv| layer(&tensors, kv, scale));
+    Ok(Layers {
+        layout,
+        layers: layers.collect::<Result<_>>()?,
+        scale,
+    })
 }
 
-fn tensor(tensors: &SafeTensors<'_>, name: &str) -> Result<(Vec<usize>, Vec<f32>)> {
-    let view = tensors
-        .tensor(name)
-        .with_context(|| format!("the file has no tensor {name}"))?;
+/// A tensor's shape and values; none if the file lacks it.
+type Values = Option<(Vec<usize>, Vec<f32>)>;
+
+fn optional(tensors: &SafeTensors<'_>, name: &LayerName, suffix: &str) -> Result<Values> {
+    let Ok(view) = tensors.tensor(&name.tensor(suffix)) else {
+        return Ok(None);
+    };
     let data = match view.dtype() {
         Dtype::F16 => view
             .data()
@@ -163,32 +208,40 @@ fn tensor(tensors: &SafeTensors<'_>, name: &str) -> Result<(Vec<usize>, Vec<f32>
             .chunks_exact(4)
             .map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]]))
             .collect(),
-        other => bail!("{name} is {other:?}; f16, bf16 and f32 are read"),
+        other => bail!("{name}.{suffix} is {other:?}; f16, bf16 and f32 are read"),
     };
-    Ok((view.shape().to_vec(), data))
+    Ok(Some((view.shape().to_vec(), data)))
 }
 
-fn kv(tensors: &SafeTensors<'_>, name: String) -> Result<Kv> {
-    let get = |suffix: &str| tensor(tensors, &format!("{name}.{suffix}"));
+fn tensor(
+    tensors: &SafeTensors<'_>,
+    name: &LayerName,
+    suffix: &str,
+) -> Result<(Vec<usize>, Vec<f32>)> {
+    optional(tensors, name, suffix)?
+        .with_context(|| format!("the file has no tensor {name}.{suffix}"))
+}
+
+fn kv(tensors: &SafeTensors<'_>, name: LayerName, layout: Layout) -> Result<Kv> {
+    let get = |suffix: &str| tensor(tensors, &name, suffix);
     let ((k_shape, k), (v_shape, v)) = (get("k")?, get("v")?);
-    let &[kv_heads, seq, head_dim] = &k_shape[..] else {
-        bail!("{name}.k is {k_shape:?}; it must be [kv_heads, seq, head_dim]")
+    let &[first, second, dim] = &k_shape[..] else {
+        bail!("{name}.k is {k_shape:?}; it must be {layout}")
     };
+    let shape = [first, second, dim];
     ensure!(
-        !k_shape.contains(&0),
-        "{name}.k is {k_shape:?}; it needs at least one KV head, one token and one dim"
+        !shape.contains(&0),
+        "{name}.k is {shape:?}; it needs at least one KV head, one token and one dim"
     );
     ensure!(
         v_shape == k_shape,
         "{name}.v is {v_shape:?}, but {name}.k is {k_shape:?}; K and V need the same shape"
     );
-    let by_token = |x: Vec<f32>| -> Vec<f32> {
-        let rows = (0..seq).flat_map(|t| (0..kv_heads).map(move |h| (h * seq + t) * head_dim));
-        rows.flat_map(|at| x[at..at + head_dim].to_vec()).collect()
-    };
+    layout.check(format_args!("{name}.k"), shape)?;
+    let [seq, kv_heads, head_dim] = layout.sizes(shape);
     Ok(Kv {
-        k: by_token(k),
-        v: by_token(v),
+        k: layout.by_token(k, shape),
+        v: layout.by_token(v, shape),
         name,
         kv_heads,
         seq,
@@ -198,24 +251,39 @@ fn kv(tensors: &SafeTensors<'_>, name: String) -> Result<Kv> {
 
 fn layer(tensors: &SafeTensors<'_>, kv: Kv, scale: f32) -> Result<Layer> {
     let name = &kv.name;
-    let get = |suffix: &str| tensor(tensors, &format!("{name}.{suffix}"));
-    let (q_shape, q) = get("q")?;
+    let (q_shape, q) = tensor(tensors, name, "q")?;
     let &[q_len, q_heads, q_dim] = &q_shape[..] else {
         bail!("{name}.q is {q_shape:?}; it must be [q_len, q_heads, head_dim]")
     };
+    ensure!(
+        !q_shape.contains(&0),
+        "{name}.q is {q_shape:?}; it needs at least one query token, one query head and one dim"
+    );
     ensure!(
         q_dim == kv.head_dim,
         "{name}.q has head_dim {q_dim}, but {name}.k has {}",
         kv.head_dim
     );
-    let (out, lse) = match (get("out"), get("lse")) {
-        (Ok((_, out)), Ok((_, lse))) => (out, lse),
-        _ => exact(&kv, &q, [q_len, q_heads], scale)?,
+    let [out, lse] = ["out", "lse"].map(|suffix| optional(tensors, name, suffix));
+    let (out, lse) = match (out?, lse?) {
+        (Some((out_shape, out)), Some((lse_shape, lse))) => {
+            ensure!(
+                out_shape == q_shape && lse_shape == [q_len, q_heads],
+                "{name}.out is {out_shape:?} and {name}.lse {lse_shape:?}; they must have the shape of {name}.q, {q_shape:?}, and [{q_len}, {q_heads}]"
+            );
+            (out, lse)
+        }
+        (None, None) => exact(&kv, &q, [q_len, q_heads], scale)?,
+        (out, _) => {
+            let [has, lacks] = match out.is_some() {
+                true => ["out", "lse"],
+                false => ["lse", "out"],
+            };
+            bail!(
+                "the file has {name}.{has}, but no {name}.{lacks}; exact results need both, or leave both out and they are computed"
+            )
+        }
     };
-    ensure!(
-        out.len() == q.len() && lse.len() == q_len * q_heads,
-        "{name}.out must have the shape of {name}.q, and {name}.lse [q_len, q_heads]"
-    );
     Ok(Layer {
         kv,
         q,
@@ -273,7 +341,7 @@ mod tests {
 
     #[test]
     fn exact_outputs_are_those_that_the_bundled_file_has() {
-        let (layers, scale) = load(None).unwrap();
+        let Layers { layers, scale, .. } = load(None, None).unwrap();
         let layer = &layers[0];
         let shape = [layer.q_len, layer.q_heads];
         let (out, lse) = exact(&layer.kv, &layer.q, shape, scale).unwrap();
@@ -286,8 +354,13 @@ mod tests {
 
     #[test]
     fn bundled_layers_have_the_shapes_of_their_model() {
-        let (layers, scale) = load(None).unwrap();
+        let Layers {
+            layers,
+            scale,
+            layout,
+        } = load(None, None).unwrap();
         assert_eq!((layers.len(), scale), (6, 0.125));
+        assert_eq!(layout, Layout::HeadsFirst);
         for layer in &layers {
             let kv = &layer.kv;
             assert_eq!((kv.kv_heads, kv.seq, kv.head_dim), (3, 2048, 64));
@@ -309,8 +382,9 @@ mod tests {
         for dtype in [Dtype::F16, Dtype::BF16, Dtype::F32] {
             let bytes = bytes(dtype);
             let view = TensorView::new(dtype, vec![2, 2], &bytes).unwrap();
-            let file = safetensors::serialize([("x", view)], None).unwrap();
-            let (shape, got) = tensor(&parse(&file).unwrap(), "x").unwrap();
+            let file = safetensors::serialize([("x.q", view)], None).unwrap();
+            let name = LayerName::new("x");
+            let (shape, got) = tensor(&parse(&file).unwrap(), &name, "q").unwrap();
             assert_eq!(shape, [2, 2]);
             let near = |(got, want): (&f32, &f32)| (got / want - 1.0).abs() < 0.005;
             assert!(

@@ -8,9 +8,9 @@ use serde_json::{Value, json};
 
 use crate::{
     console::Console,
-    data::{Kv, load_kv, names, parse, read},
+    data::{Inputs, Kv, LayerName, Layout, load_kv, parse, read},
     figures::{Difference, number},
-    quantize::{Pages, read_pages},
+    pages::{Pages, is_pages, read_pages},
 };
 
 /// What `attn inspect` reads.
@@ -21,32 +21,33 @@ pub struct InspectArgs {
     /// The file that the pages were made from: adds the error of K and V.
     #[arg(long, value_name = "FILE")]
     against: Option<PathBuf>,
+    /// The order of K and V in a file whose metadata `layout` names none; tokens-first by default.
+    #[arg(long)]
+    layout: Option<Layout>,
 }
 
 /// Prints the content of a file, after reading all of it.
 pub fn inspect(args: &InspectArgs, console: &mut Console<'_>) -> Result<()> {
     let bytes = read(&args.file)?;
     let file = parse(&bytes)?;
-    if names(&file, ".pages").is_empty() {
+    if !is_pages(&bytes) {
         ensure!(
             args.against.is_none(),
             "--against compares pages, and {} holds none; make them with `attn quantize`",
             args.file.display()
         );
-        return tensors(&file, &load_kv(&bytes)?, console);
+        return tensors(&file, &load_kv(&bytes, args.layout)?, console);
     }
-    let original = args.against.as_deref().map(|path| load_kv(&read(path)?));
-    pages(
-        &read_pages(&bytes)?,
-        original.transpose()?.as_deref(),
-        console,
-    )
+    let original = args.against.as_deref();
+    let original = original.map(|path| load_kv(&read(path)?, args.layout));
+    let original = original.transpose()?.map(|inputs| inputs.layers);
+    pages(&read_pages(&bytes)?, original.as_deref(), console)
 }
 
 /// Relative errors of K and V, each in the L2 norm.
-fn errors(pages: &Pages, name: &str, original: &[Kv]) -> Result<[f64; 2]> {
+fn errors(pages: &Pages, name: &LayerName, original: &[Kv]) -> Result<[f64; 2]> {
     let layer = &pages.layers[name];
-    let kv = original.iter().find(|kv| kv.name == name);
+    let kv = original.iter().find(|kv| kv.name == *name);
     let kv = kv.with_context(|| format!("the file of --against has no layer {name}"))?;
     let shape = [kv.seq, kv.kv_heads, kv.head_dim];
     ensure!(
@@ -59,8 +60,12 @@ fn errors(pages: &Pages, name: &str, original: &[Kv]) -> Result<[f64; 2]> {
 }
 
 fn pages(pages: &Pages, original: Option<&[Kv]>, console: &mut Console<'_>) -> Result<()> {
+    let checked = match pages.is_verified {
+        true => "their checksum is right",
+        false => "without a checksum: lengths and codes are checked, values are not",
+    };
     console.table(format_args!(
-        "pages of {} tokens in {}\n\n\
+        "pages of {} tokens in {}; {checked}\n\n\
          | layer | tokens | KV heads | head_dim | bytes | bytes per token and head | K error | V error |\n\
          |---|---|---|---|---|---|---|---|",
         pages.page_size, pages.format
@@ -80,7 +85,7 @@ fn pages(pages: &Pages, original: Option<&[Kv]>, console: &mut Console<'_>) -> R
             text(1)
         ))?;
         let mut row = json!({
-            "layer": name, "tokens": tokens, "num_kv_heads": heads, "head_dim": dim, "bytes": layer.bytes,
+            "layer": name.raw(), "tokens": tokens, "num_kv_heads": heads, "head_dim": dim, "bytes": layer.bytes,
         });
         if let (Some([k, v]), Value::Object(row)) = (errors, &mut row) {
             row.insert("k_error".to_owned(), number(k));
@@ -89,21 +94,23 @@ fn pages(pages: &Pages, original: Option<&[Kv]>, console: &mut Console<'_>) -> R
         rows.push(row);
     }
     console.value(&json!({
-        "kind": "pages", "kv": pages.format.to_string(), "page_size": pages.page_size, "layers": rows,
+        "kind": "pages", "kv": pages.format.to_string(), "page_size": pages.page_size,
+        "is_verified": pages.is_verified, "layers": rows,
     }))?;
     Ok(())
 }
 
-fn tensors(file: &SafeTensors<'_>, layers: &[Kv], console: &mut Console<'_>) -> Result<()> {
-    console.table(
-        "K and V to quantize\n\n\
+fn tensors(file: &SafeTensors<'_>, inputs: &Inputs, console: &mut Console<'_>) -> Result<()> {
+    console.table(format_args!(
+        "K and V to quantize, read as {}\n\n\
          | layer | tokens | KV heads | head_dim | type of K | largest K | largest V | has Q |\n\
          |---|---|---|---|---|---|---|---|",
-    )?;
+        inputs.layout
+    ))?;
     let mut rows = Vec::new();
-    for kv in layers {
-        let dtype = file.tensor(&format!("{}.k", kv.name))?.dtype();
-        let has_q = file.tensor(&format!("{}.q", kv.name)).is_ok();
+    for kv in &inputs.layers {
+        let dtype = file.tensor(&kv.name.tensor("k"))?.dtype();
+        let has_q = file.tensor(&kv.name.tensor("q")).is_ok();
         let [k, v] = [&kv.k, &kv.v].map(|x| largest(x));
         console.table(format_args!(
             "| {} | {} | {} | {} | {dtype:?} | {k:.3} | {v:.3} | {} |",
@@ -114,11 +121,11 @@ fn tensors(file: &SafeTensors<'_>, layers: &[Kv], console: &mut Console<'_>) -> 
             if has_q { "yes" } else { "no" }
         ))?;
         rows.push(json!({
-            "layer": kv.name, "tokens": kv.seq, "num_kv_heads": kv.kv_heads, "head_dim": kv.head_dim,
+            "layer": kv.name.raw(), "tokens": kv.seq, "num_kv_heads": kv.kv_heads, "head_dim": kv.head_dim,
             "dtype": format!("{dtype:?}"), "largest_k": number(k), "largest_v": number(v), "has_q": has_q,
         }));
     }
-    console.value(&json!({ "kind": "tensors", "layers": rows }))?;
+    console.value(&json!({ "kind": "tensors", "layout": inputs.layout.to_string(), "layers": rows }))?;
     Ok(())
 }
 

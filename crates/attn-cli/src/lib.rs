@@ -26,6 +26,7 @@ pub mod inspect;
 #[cfg(feature = "llm")]
 mod llm;
 mod measured;
+pub mod pages;
 mod plot;
 pub mod quantize;
 mod run;

@@ -14,7 +14,7 @@ use crate::{
     Backends,
     bench::gpu_timer,
     console::Console,
-    data::{Layer, load},
+    data::{Layer, Layers, Layout, load},
     figures::{greater, lse_difference},
 };
 
@@ -23,6 +23,9 @@ use crate::{
 pub struct RunArgs {
     /// A safetensors file with NAME.{k,v,q} per layer, and NAME.{out,lse} where the exact results are known; the bundled SmolLM2-135M tensors by default.
     file: Option<PathBuf>,
+    /// The order of K and V in a file whose metadata `layout` names none; tokens-first by default.
+    #[arg(long)]
+    layout: Option<Layout>,
     /// Formats, `k/v` or one name: f16, bf16, fp8, int8, int4 (also int4-r2, -r4, -r8, each also -w0, -w4), int8-plain, int8-g32, int8-tensor, int4-g1 … int4-g8, int8/int4, …
     #[arg(long, value_delimiter = ',', default_value = DEFAULT_FORMATS)]
     kv: Vec<KvFormat>,
@@ -38,6 +41,7 @@ impl Default for RunArgs {
         let format = |name: &str| name.parse().expect("the default formats exist");
         RunArgs {
             file: None,
+            layout: None,
             kv: DEFAULT_FORMATS.split(',').map(format).collect(),
             backend: None,
         }
@@ -86,7 +90,11 @@ const PAGE_SIZE: usize = 64;
 
 /// Decodes every layer in every format and prints one line per format; whether every error is a number.
 pub fn run(args: &RunArgs, console: &mut Console<'_>, backends: &Backends) -> Result<bool> {
-    let (layers, scale) = load(args.file.as_deref())?;
+    let Layers {
+        layers,
+        scale,
+        layout,
+    } = load(args.file.as_deref(), args.layout)?;
     let Selection {
         backend,
         id,
@@ -103,7 +111,7 @@ pub fn run(args: &RunArgs, console: &mut Console<'_>, backends: &Backends) -> Re
             if let Some(clock) = &mut clock {
                 own.seconds = clock.seconds(&problem, format)?;
             }
-            per_layer.push(own.layer_value(&layer.kv.name));
+            per_layer.push(own.layer_value(layer.kv.name.raw()));
             totals.add(&own);
             for what in not_finite(layer, &rows) {
                 console.remark(format_args!("{format}, layer {}: {what}", layer.kv.name));
@@ -118,7 +126,7 @@ pub fn run(args: &RunArgs, console: &mut Console<'_>, backends: &Backends) -> Re
         }
     }
     console.table(format_args!("{id}: {} ({})", device.name, device.detail))?;
-    console.table(inputs(&layers))?;
+    console.table(inputs(&layers, layout))?;
     console.table(HEADER)?;
     for (format, figures, _) in &rows {
         console.table(figures.line(*format))?;
@@ -130,7 +138,7 @@ pub fn run(args: &RunArgs, console: &mut Console<'_>, backends: &Backends) -> Re
         .collect();
     console.value(&json!({
         "backend": id.to_string(), "device": device.name, "detail": device.detail, "refused": reasons,
-        "softmax_scale": scale, "layers": shapes(&layers), "formats": formats,
+        "softmax_scale": scale, "layout": layout.to_string(), "layers": shapes(&layers), "formats": formats,
     }))?;
     Ok(rows.iter().all(|(_, figures, _)| figures.are_finite()))
 }
@@ -139,7 +147,7 @@ pub fn run(args: &RunArgs, console: &mut Console<'_>, backends: &Backends) -> Re
 fn shapes(layers: &[Layer]) -> Vec<Value> {
     let shape = |l: &Layer| {
         json!({
-            "layer": l.kv.name, "q_heads": l.q_heads, "kv_heads": l.kv.kv_heads, "head_dim": l.kv.head_dim,
+            "layer": l.kv.name.raw(), "q_heads": l.q_heads, "kv_heads": l.kv.kv_heads, "head_dim": l.kv.head_dim,
             "q_len": l.q_len, "tokens": l.kv.seq,
         })
     };
@@ -147,11 +155,11 @@ fn shapes(layers: &[Layer]) -> Vec<Value> {
 }
 
 /// What is decoded, in a line.
-fn inputs(layers: &[Layer]) -> String {
+fn inputs(layers: &[Layer], layout: Layout) -> String {
     let first = &layers[0];
-    let names: Vec<_> = layers.iter().map(|l| l.kv.name.as_str()).collect();
+    let names: Vec<_> = layers.iter().map(|l| l.kv.name.to_string()).collect();
     format!(
-        "{} query heads, {} KV heads, head_dim {}, q_len {}, {} tokens; {}\n",
+        "{} query heads, {} KV heads, head_dim {}, q_len {}, {} tokens; {}; K and V read as {layout}\n",
         first.q_heads,
         first.kv.kv_heads,
         first.kv.head_dim,
@@ -374,7 +382,7 @@ mod tests {
 
     #[test]
     fn a_layer_comes_to_its_own_bytes_and_one_step() {
-        let (layers, scale) = load(None).unwrap();
+        let Layers { layers, scale, .. } = load(None, None).unwrap();
         let format: KvFormat = "int8".parse().unwrap();
         let mut totals = Totals::default();
         let backend = Faulty::open(|_, _| ());

@@ -145,7 +145,7 @@ fn damaged_pages_are_refused_with_the_layer() {
     std::fs::write(&bad, &bytes).unwrap();
     refused(
         &run(&["dequantize", &bad, &out]),
-        &["is damaged", "no int8 value"],
+        &["is damaged", "its checksum is `blake3 "],
     );
     std::fs::write(&bad, &bytes[..end / 2]).unwrap();
     refused(
@@ -225,8 +225,8 @@ fn files_without_exact_results_are_run_against_f64() {
     );
     let q = noise(3, 3 * 4 * dim);
     let tensors = [
-        ("x.k", &[heads, tokens, dim][..], &k[..]),
-        ("x.v", &[heads, tokens, dim], &v),
+        ("x.k", &[tokens, heads, dim][..], &k[..]),
+        ("x.v", &[tokens, heads, dim], &v),
         ("x.q", &[3, 4, dim], &q),
     ];
     let file = folder.write("in", &tensors, "0.125");

@@ -10,20 +10,20 @@ const TOKENS: usize = 70;
 const HEADS: usize = 2;
 const DIM: usize = 64;
 
-/// Numbers that f16 holds exactly, each once: head 1 a hundred times head 0, V negative.
+/// Numbers that f16 holds exactly, `[tokens, heads, dims]`: head 1 a hundred times head 0, V negative.
 fn numbers(side: usize) -> Vec<f32> {
     let sign = [1.0, -1.0][side];
     let number = |i: usize| {
-        let head = i / (TOKENS * DIM);
+        let (token, head) = (i / (HEADS * DIM), i / DIM % HEADS);
         let by = [1.0 / 1024.0, 0.125][head];
-        sign * by * (1 + i % (TOKENS * DIM) % 2047) as f32
+        sign * by * (1 + (token * DIM + i % DIM) % 2047) as f32
     };
     (0..HEADS * TOKENS * DIM).map(number).collect()
 }
 
 /// A file with one layer of those numbers.
 fn input(folder: &Folder, name: &str, layer: &str) -> String {
-    let shape = [HEADS, TOKENS, DIM];
+    let shape = [TOKENS, HEADS, DIM];
     let [k, v] = [0, 1].map(numbers);
     let (k_name, v_name) = (format!("{layer}.k"), format!("{layer}.v"));
     let tensors = [(&*k_name, &shape[..], &k[..]), (&*v_name, &shape, &v)];
@@ -36,7 +36,7 @@ fn equal_inputs_give_equal_bytes() {
     let file = folder.path("in");
     // Several layers: the order of their metadata must not be that of a hash map.
     let x = numbers(0);
-    let shape = [HEADS, TOKENS, DIM];
+    let shape = [TOKENS, HEADS, DIM];
     let names = ["a", "b", "c", "d", "e"].map(|layer| [format!("{layer}.k"), format!("{layer}.v")]);
     let tensors: Vec<_> = names
         .as_flattened()
@@ -74,9 +74,12 @@ fn equal_inputs_give_equal_bytes() {
 
 /// Relative L2 difference of one head.
 fn head_error(got: &[f32], want: &[f32], head: usize) -> f64 {
-    let part = head * TOKENS * DIM..(head + 1) * TOKENS * DIM;
+    let rows = |x: &[f32]| -> Vec<f32> {
+        let rows = x.chunks(DIM).skip(head).step_by(HEADS);
+        rows.flatten().copied().collect()
+    };
     let (mut error, mut norm) = (0.0, 0.0);
-    for (a, b) in got[part.clone()].iter().zip(&want[part]) {
+    for (a, b) in rows(got).iter().zip(&rows(want)) {
         error += f64::from(a - b).powi(2);
         norm += f64::from(*b).powi(2);
     }
@@ -103,7 +106,7 @@ fn every_head_of_k_and_of_v_comes_back_with_its_own_values() {
         json(&run(&["dequantize", &pages, &back, "--json"]));
         for (side, name) in ["k", "v"].into_iter().enumerate() {
             let (shape, got) = tensor(&back, &format!("one.{name}"));
-            assert_eq!(shape, [HEADS, TOKENS, DIM]);
+            assert_eq!(shape, [TOKENS, HEADS, DIM]);
             let want = numbers(side);
             for head in 0..HEADS {
                 let error = head_error(&got, &want, head);
@@ -133,7 +136,7 @@ fn an_existing_file_is_replaced_only_by_force() {
     refused(&run(&dequantize), &["back exists", "--force"]);
     assert_eq!(fs::read(&back).unwrap(), b"mine");
     json(&run(&[&dequantize[..], &["--force", "--json"]].concat()));
-    assert_eq!(tensor(&back, "one.k").0, [HEADS, TOKENS, DIM]);
+    assert_eq!(tensor(&back, "one.k").0, [TOKENS, HEADS, DIM]);
     assert_eq!(folder.names(), ["back", "in", "pages"]);
 }
 
@@ -207,12 +210,12 @@ fn a_write_that_fails_leaves_the_old_file_and_no_other() {
 fn layers_that_cannot_be_read_back_are_refused_before_anything_is_written() {
     let folder = Folder::new();
     let out = folder.path("out");
-    for name in ["attn", "kv", "page_size"] {
+    for name in ["attn", "kv", "page_size", "checksum"] {
         let file = input(&folder, "in", name);
         let output = run(&["quantize", &file, &out, "--kv", "int8"]);
         refused(&output, &[&format!("layer {name} cannot"), "rename"]);
     }
-    for shape in [[2, 0, 64], [0, 3, 64], [2, 3, 0], [1 << 53, 0, 64]] {
+    for shape in [[0, 2, 64], [3, 0, 64], [3, 2, 0], [0, 1 << 53, 64]] {
         let tensors = [("one.k", &shape[..], &[][..]), ("one.v", &shape, &[])];
         let file = folder.write("in", &tensors, "0.125");
         for kv in ["int8", "fp8"] {
@@ -254,14 +257,8 @@ fn pages_with_sizes_that_no_file_has_are_refused() {
         let text = text(&bytes[8..8 + header]);
         let start = text.find(&format!("{key}\\\":")).expect("the key") + key.len() + 3;
         let end = start + text[start..].find([',', '}']).unwrap();
-        let mut changed = format!("{}{value}{}", &text[..start], &text[end..]);
-        while !changed.len().is_multiple_of(8) {
-            changed.push(' ');
-        }
-        let mut all = (changed.len() as u64).to_le_bytes().to_vec();
-        all.extend(changed.as_bytes());
-        all.extend(&bytes[8 + header..]);
-        fs::write(&bad, all).unwrap();
+        let (from, to) = (&text[start - 3..end], format!("{}{value}", &text[start - 3..start]));
+        with_metadata(&bytes, from, &to, &bad);
         let output = attn(&["dequantize", &bad, &out]).output().unwrap();
         refused(&output, &["`one` has", key, value, "damaged"]);
     }
@@ -271,7 +268,7 @@ fn pages_with_sizes_that_no_file_has_are_refused() {
 #[test]
 fn heads_of_zeros_have_pages_in_every_format() {
     let folder = Folder::new();
-    let (shape, zeros) = ([HEADS, TOKENS, DIM], [0.0; HEADS * TOKENS * DIM]);
+    let (shape, zeros) = ([TOKENS, HEADS, DIM], [0.0; HEADS * TOKENS * DIM]);
     let tensors = [("one.k", &shape[..], &zeros[..]), ("one.v", &shape, &zeros)];
     let file = folder.write("in", &tensors, "0.125");
     let (pages, back) = (folder.path("pages"), folder.path("back"));
@@ -303,7 +300,10 @@ fn tables_of_pages_end_with_the_file_and_its_bytes() {
         table.contains("\n| one | 70 | 65536 | 0.000 % | 0.000 % |\n"),
         "{table}"
     );
-    let end = format!("\n{} bytes of f16 pages in {pages}\n", bytes(&pages));
+    let end = format!(
+        "\nK and V read as [seq, kv_heads, head_dim]\n{} bytes of f16 pages in {pages}\n",
+        bytes(&pages)
+    );
     assert!(table.ends_with(&end), "{table}");
 
     let line = printed(&["dequantize", &pages, &back]);
@@ -314,14 +314,16 @@ fn tables_of_pages_end_with_the_file_and_its_bytes() {
     assert_eq!(line, want);
 
     let table = printed(&["inspect", &pages, "--against", &file]);
-    assert!(table.starts_with("pages of 64 tokens in f16\n"), "{table}");
+    let begin = "pages of 64 tokens in f16; their checksum is right\n";
+    assert!(table.starts_with(begin), "{table}");
     // Two pages of 64 tokens, of which 70 are cached.
     assert!(
         table.contains("| one | 70 | 2 | 64 | 65536 | 468.1 | 0.000 % | 0.000 % |"),
         "{table}"
     );
     let table = printed(&["inspect", &file]);
-    assert!(table.starts_with("K and V to quantize\n"), "{table}");
+    let begin = "K and V to quantize, read as [seq, kv_heads, head_dim]\n";
+    assert!(table.starts_with(begin), "{table}");
     assert!(table.contains("| one | 70 | 2 | 64 | F32 | "), "{table}");
 }
 
@@ -348,8 +350,8 @@ fn inspect_prints_errors_in_percent_and_compares_like_with_like() {
     );
     let x = [0.5; 2 * 3 * 64];
     let short = [
-        ("one.k", &[2, 3, 64][..], &x[..]),
-        ("one.v", &[2, 3, 64], &x),
+        ("one.k", &[3, 2, 64][..], &x[..]),
+        ("one.v", &[3, 2, 64], &x),
     ];
     let short = folder.write("short", &short, "0.125");
     let differs = run(&["inspect", &pages, "--against", &short]);
@@ -361,10 +363,14 @@ fn inspect_prints_errors_in_percent_and_compares_like_with_like() {
     );
 }
 
-/// Writes a file with other metadata in place of `from`.
+/// Writes a file with other metadata in place of `from`, as one without a checksum, so that the rest of it is what is checked.
 fn with_metadata(bytes: &[u8], from: &str, to: &str, path: &str) {
     let header = u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
-    let mut changed = text(&bytes[8..8 + header]).replace(from, to);
+    let changed = text(&bytes[8..8 + header]).replace(from, to);
+    let mut changed: serde_json::Value = serde_json::from_str(&changed).unwrap();
+    let metadata = changed["__metadata__"].as_object_mut().unwrap();
+    metadata.remove("checksum").expect("the file has one");
+    let mut changed = changed.to_string();
     while !changed.len().is_multiple_of(8) {
         changed.push(' ');
     }
@@ -396,13 +402,27 @@ fn files_of_another_version_or_without_pages_are_refused() {
             "pages 1",
             "holds `pages 1`, but this version reads `pages 2`; make it again with `attn quantize`",
         ),
-        ("one.pages", "one.pagez", "no tensor NAME.pages"),
+        (
+            "one.pages",
+            "one.pagez",
+            "tensor \"one.pagez\" belongs to no layer",
+        ),
+        (
+            "\"one\":",
+            "\"own\":",
+            "belongs to no layer of its metadata",
+        ),
+        (
+            "{\"__metadata__\":{",
+            "{\"__metadata__\":{\"two\":\"{\\\"tokens\\\":1,\\\"num_kv_heads\\\":1,\\\"head_dim\\\":64}\",",
+            "layer two is damaged",
+        ),
         (
             "\"page_size\":\"64\"",
             "\"page_size\":\"17\"",
             "layer one is damaged",
         ),
-        ("one.k_scales", "one.k_scalez", "layer one is damaged"),
+        ("one.k_scales", "one.k_scalez", "\"one.k_scalez\" belongs"),
     ] {
         with_metadata(&bytes, from, to, &bad);
         refused(&run(&["dequantize", &bad, &out]), &[says]);
@@ -444,9 +464,13 @@ fn residual_pages_lie_beside_the_pages_and_are_not_optional() {
             .map(|x| x.shape().to_vec());
         assert_eq!(shape.ok(), residuals.then(|| vec![5, bytes / 10]), "{kv}");
         if residuals {
-            with_metadata(&whole, "one.residual_pages", "one.residual_pagez", &bad);
-            let says = ["layer one is damaged: one.residual_pages has 0 bytes"];
+            with_metadata(&whole, "one.residual_pages", "two.residual_pages", &bad);
+            let says = ["\"two.residual_pages\" belongs to no layer"];
             refused(&run(&["dequantize", &bad, &out]), &says);
+            // One page fewer, of more bytes.
+            let shape = format!("[5,{}]", bytes / 10);
+            with_metadata(&whole, &shape, &format!("[1,{}]", bytes / 2), &bad);
+            refused(&run(&["dequantize", &bad, &out]), &["one.pages is not U8 [5,"]);
         }
     }
 }
@@ -493,7 +517,7 @@ fn tensors_that_do_not_fit_each_other_are_refused() {
     };
     let (k, v) = (("x.k", &kv[..], 256), ("x.v", &kv[..], 256));
     refused(
-        &run_on(&[k, ("x.v", &[2, 1, 64], 128)]),
+        &run_on(&[k, ("x.v", &[1, 2, 64], 128)]),
         &["K and V need the same shape"],
     );
     let q = ("x.q", &[1, 2, 64][..], 128);
@@ -506,13 +530,136 @@ fn tensors_that_do_not_fit_each_other_are_refused() {
         &["x.q does not fit x.k"],
     );
     let (out, lse) = (("x.out", &[1, 2, 64][..], 128), ("x.lse", &[1, 2][..], 2));
-    let says = ["x.out must have the shape of x.q"];
-    refused(&run_on(&[k, v, q, ("x.out", &[1, 1, 64], 64), lse]), &says);
-    refused(&run_on(&[k, v, q, out, ("x.lse", &[1, 1], 1)]), &says);
+    let says = ["they must have the shape of x.q, [1, 2, 64], and [1, 2]"];
+    for (shape, n) in [(&[1, 1, 64][..], 64), (&[2, 1, 64], 128), (&[128], 128)] {
+        refused(&run_on(&[k, v, q, ("x.out", shape, n), lse]), &says);
+    }
+    for (shape, n) in [(&[1, 1][..], 1), (&[2, 1], 2), (&[2], 2)] {
+        refused(&run_on(&[k, v, q, out, ("x.lse", shape, n)]), &says);
+    }
+    // One of both exact results, and queries of no token.
+    refused(&run_on(&[k, v, q, out]), &["x.out, but no x.lse"]);
+    refused(&run_on(&[k, v, q, lse]), &["x.lse, but no x.out"]);
+    let none = ("x.q", &[0, 2, 64][..], 0);
+    refused(&run_on(&[k, v, none]), &["at least one query token"]);
+    refused(&run_on(&[k, v, ("y.v", &kv, 256)]), &["y.v, but no y.k"]);
     let whole = run_on(&[k, v, q, out, lse]);
     assert_eq!(whole.status.code(), Some(0), "{}", text(&whole.stderr));
     assert!(
         text(&whole.stdout)
-            .contains("2 query heads, 2 KV heads, head_dim 64, q_len 1, 2 tokens; x\n")
+            .contains("2 query heads, 2 KV heads, head_dim 64, q_len 1, 2 tokens; x; K and V read as [seq, kv_heads, head_dim]\n")
     );
+}
+
+#[test]
+fn a_flipped_bit_in_a_file_of_pages_is_refused() {
+    let folder = Folder::new();
+    let x = [0.5f32, -1.0, 0.25, 2.0].repeat(3 * 64 / 4);
+    let shape = [3, 1, 64];
+    let names = ["a.k", "a.v", "b.k", "b.v"];
+    let tensors = names.map(|name| (name, &shape[..], &x[..]));
+    let file = folder.write("in", &tensors, "0.125");
+    let pages = folder.path("pages");
+    let quantize = ["quantize", &file, &pages, "--kv", "int4", "--page-size"];
+    json(&run(&[&quantize[..], &["16", "--json"]].concat()));
+    let whole = fs::read(&pages).unwrap();
+    let read = |bytes: &[u8]| attn_cli::pages::read_pages(bytes);
+    assert!(read(&whole).unwrap().is_verified);
+    let header = 8 + u64::from_le_bytes(whole[..8].try_into().unwrap()) as usize;
+    let mut bytes = whole.clone();
+    let mut spaces = 0;
+    // Each bit of the header, and one of every seventh byte of the pages.
+    let bits = (0..header * 8).chain((header * 8..whole.len() * 8).step_by(57));
+    for bit in bits {
+        bytes[bit / 8] ^= 1 << (bit % 8);
+        if let Ok(pages) = read(&bytes) {
+            // Spaces behind the header are no content.
+            assert!(pages.is_verified && bit < header * 8, "bit {bit} is taken");
+            assert_eq!(whole[bit / 8], b' ', "bit {bit} is taken");
+            spaces += 1;
+        }
+        bytes[bit / 8] ^= 1 << (bit % 8);
+    }
+    assert!(spaces < 64, "{spaces}");
+}
+
+#[test]
+fn files_without_a_checksum_are_read_and_said_to_have_none() {
+    let folder = Folder::new();
+    let file = input(&folder, "in", "one");
+    let (pages, old, out) = (folder.path("pages"), folder.path("old"), folder.path("out"));
+    json(&run(&["quantize", &file, &pages, "--kv", "f16", "--json"]));
+    with_metadata(&fs::read(&pages).unwrap(), "", "", &old);
+    let inspected = run(&["inspect", &old]);
+    assert!(
+        text(&inspected.stdout).contains("without a checksum: lengths and codes"),
+        "{}",
+        text(&inspected.stdout)
+    );
+    assert_eq!(json(&run(&["inspect", &old, "--json"]))["is_verified"], false);
+    assert_eq!(json(&run(&["inspect", &pages, "--json"]))["is_verified"], true);
+    let done = run(&["dequantize", &old, &out]);
+    assert!(text(&done.stderr).contains("old has no checksum"), "{}", text(&done.stderr));
+    assert_eq!(tensor(&out, "one.k").1, numbers(0));
+}
+
+#[test]
+fn the_order_of_k_and_v_is_the_files_or_the_one_that_is_asked_for() {
+    let folder = Folder::new();
+    // Heads first: the numbers of each head side by side.
+    let turned = |x: &[f32]| -> Vec<f32> {
+        let head = |h| x.chunks(DIM).skip(h).step_by(HEADS).flatten().copied();
+        (0..HEADS).flat_map(head).collect()
+    };
+    let shape = [HEADS, TOKENS, DIM];
+    let [k, v] = [0, 1].map(|side| turned(&numbers(side)));
+    let tensors = [("one.k", &shape[..], &k[..]), ("one.v", &shape, &v)];
+    let file = folder.write("in", &tensors, "0.125");
+    let (pages, back) = (folder.path("pages"), folder.path("back"));
+    let quantize = ["quantize", &file, &pages, "--kv", "f16", "--force", "--json"];
+    let made = json(&run(&[&quantize[..], &["--layout", "heads-first"]].concat()));
+    assert_eq!(made["layout"], "[kv_heads, seq, head_dim]");
+    assert_eq!(made["layers"][0]["tokens"], TOKENS);
+    json(&run(&["dequantize", &pages, &back, "--json"]));
+    assert_eq!(tensor(&back, "one.k"), (vec![TOKENS, HEADS, DIM], numbers(0)));
+    // What dequantize writes names its order, which no option overrules.
+    let again = ["quantize", &back, &pages, "--kv", "f16", "--force"];
+    refused(
+        &run(&[&again[..], &["--layout", "heads-first"]].concat()),
+        &["says that K and V are [seq, kv_heads, head_dim]"],
+    );
+    json(&run(&[&again[..], &["--json"]].concat()));
+    let against = ["inspect", &pages, "--against", &file, "--json"];
+    let same = json(&run(&[&against[..], &["--layout", "heads-first"]].concat()));
+    assert_eq!(same["layers"][0]["k_error"], 0.0);
+    // Without a word it is the library's order: two tokens of 70 heads.
+    assert_eq!(json(&run(&quantize))["layers"][0]["tokens"], HEADS);
+    // What can only be mistaken is refused.
+    let x = vec![0.5; 2 * 300 * 64];
+    let shape = [2, 300, 64];
+    let tensors = [("one.k", &shape[..], &x[..]), ("one.v", &shape, &x)];
+    let many = folder.write("many", &tensors, "0.125");
+    for command in [&["inspect", &many][..], &["run", &many]] {
+        refused(&run(command), &["300 KV heads of 2 tokens", "--layout"]);
+    }
+}
+
+#[test]
+fn names_of_layers_are_printed_without_control_characters() {
+    let folder = Folder::new();
+    let name = "a\u{1b}[31m\nb";
+    let file = input(&folder, "in", name);
+    let (pages, back) = (folder.path("pages"), folder.path("back"));
+    let made = run(&["quantize", &file, &pages, "--kv", "f16"]);
+    let seen = run(&["inspect", &pages]);
+    for output in [&made, &seen] {
+        let table = text(&output.stdout);
+        assert!(table.contains(r"| a\u{1b}[31m\nb | 70 |"), "{table}");
+        assert!(!table.contains('\u{1b}'), "{table}");
+    }
+    refused(&run(&["run", &file]), &[r"no tensor a\u{1b}[31m\nb.q"]);
+    // The name itself is kept.
+    let done = json(&run(&["dequantize", &pages, &back, "--json"]));
+    assert_eq!(done["layers"][0]["layer"], name);
+    assert_eq!(tensor(&back, &format!("{name}.v")).1, numbers(1));
 }

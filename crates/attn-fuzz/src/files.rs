@@ -89,7 +89,7 @@ fn in_folder(draw: &mut Draw<'_, '_>, doors: &Doors, folder: &Path) -> Result<()
     };
     write(&input, &bytes)?;
     // `attn run` reads with this.
-    let _ = attn_cli::data::load(Some(&input));
+    let _ = attn_cli::data::load(Some(&input), None);
     let done = (doors.quantize)(&input, &pages, format, page_size);
     only_on_success(folder, done.as_ref(), &["in", "pages"])?;
     if let Err(error) = done {
@@ -144,8 +144,8 @@ fn write(path: &Path, bytes: &[u8]) -> Result<(), String> {
 
 /// Whether a whole file can be held by the format.
 fn fits(format: KvFormat, page_size: usize, content: &Content) -> bool {
-    let [_, tokens, dim] = content.shape;
-    let reserved = ["attn", "kv", "page_size"];
+    let [tokens, _, dim] = content.shape;
+    let reserved = ["attn", "kv", "page_size", "checksum"];
     dim != 5
         && tokens > 0
         && [16, 32, 64, 128].contains(&page_size)

@@ -22,7 +22,7 @@ pub struct File {
 pub struct Content {
     /// Layer names.
     pub names: Vec<String>,
-    /// KV heads, tokens, elements per head.
+    /// Tokens, KV heads, elements per head.
     pub shape: [usize; 3],
     /// `F16`, `BF16` or `F32`.
     pub dtype: &'static str,
@@ -68,15 +68,15 @@ impl File {
         let heads = draw.range(1..=2);
         let most = if draw.once_in(3) { 140 } else { 20 };
         let shape = [
-            heads,
             draw.range(0..=most),
+            heads,
             draw.pick(&[64, 64, 80, 96, 128, 5]),
         ];
         let dtype = draw.pick(&["F16", "BF16", "F32"]);
         let mut names = vec!["layer00".to_owned()];
         if draw.once_in(3) {
             names.push(
-                draw.pick(&["attn", "kv", "page_size", "layer", "l.k", "é", ""])
+                draw.pick(&["attn", "kv", "page_size", "checksum", "layer", "l.k", "é", ""])
                     .to_owned(),
             );
         }

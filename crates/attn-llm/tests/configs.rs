@@ -90,7 +90,7 @@ fn values_that_are_not_understood_are_refused_by_their_keys() {
         (
             "rope_parameters",
             json!({"rope_type": "linear", "factor": -1.0}),
-            "rope_parameters's factor is -1.0",
+            "rope_parameters, factor is -1.0",
         ),
         (
             "rope_parameters",
@@ -116,12 +116,12 @@ fn values_that_are_not_understood_are_refused_by_their_keys() {
         (
             "rope_scaling",
             json!({"type": "linear"}),
-            "rope_scaling's factor is missing",
+            "rope_scaling, factor is missing",
         ),
         (
             "rope_scaling",
             json!({"type": 4, "factor": 8.0}),
-            "rope_scaling's type is 4",
+            "rope_scaling, type is 4",
         ),
         (
             "rope_scaling",

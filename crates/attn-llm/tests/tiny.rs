@@ -251,7 +251,7 @@ fn damaged_safetensors_are_refused_with_a_sentence() {
         ),
         (
             r#"{"rope_type":"yarn"}"#,
-            "rope_scaling's factor is missing",
+            "rope_scaling, factor is missing",
         ),
         (r#"{"type":"yarn","factor":4,"mscale":1}"#, "mscale"),
         (

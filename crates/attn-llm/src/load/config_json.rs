@@ -264,7 +264,7 @@ fn rope(fields: &Fields<'_>, context: usize) -> Result<(Option<f64>, RotaryScali
     }
     for (whose, object) in all {
         let (own_theta, own) =
-            scaling_of(&Fields::new(&format!("its {whose}'s"), object), context)?;
+            scaling_of(&Fields::new(&format!("in its {whose},"), object), context)?;
         if theta.is_some_and(|theta| own_theta.is_some_and(|own| own != theta))
             || scaling.as_ref().is_some_and(|scaling| *scaling != own)
         {

@@ -6,7 +6,7 @@ use serde_json::{Map, Value};
 
 /// An object, and which of its keys were read. A key that is missing and one that is null are alike; a value of another type is an error.
 pub(super) struct Fields<'a> {
-    /// What the object is, for sentences: `its`, or `its rope_scaling's`.
+    /// The begin of a sentence on a key: `its`, or `in its rope_scaling,`.
     whose: String,
     object: &'a Map<String, Value>,
     read: RefCell<BTreeSet<String>>,
