@@ -125,7 +125,9 @@ fn tensors(file: &SafeTensors<'_>, inputs: &Inputs, console: &mut Console<'_>) -
             "dtype": format!("{dtype:?}"), "largest_k": number(k), "largest_v": number(v), "has_q": has_q,
         }));
     }
-    console.value(&json!({ "kind": "tensors", "layout": inputs.layout.to_string(), "layers": rows }))?;
+    console.value(
+        &json!({ "kind": "tensors", "layout": inputs.layout.to_string(), "layers": rows }),
+    )?;
     Ok(())
 }
 

@@ -44,7 +44,10 @@ pub fn checksum(metadata: &BTreeMap<String, String>, mut tensors: Vec<Tensor<'_>
         number(hasher, bytes.len());
         hasher.update(bytes);
     };
-    let others: Vec<_> = metadata.iter().filter(|(key, _)| *key != CHECKSUM).collect();
+    let others: Vec<_> = metadata
+        .iter()
+        .filter(|(key, _)| *key != CHECKSUM)
+        .collect();
     number(&mut hasher, others.len());
     for (key, value) in others {
         text(&mut hasher, key.as_bytes());
@@ -74,7 +77,8 @@ impl Settings {
         let (_, header) = SafeTensors::read_metadata(bytes)?;
         let metadata = header.metadata().clone().unwrap_or_default();
         let metadata: BTreeMap<_, _> = metadata.into_iter().collect();
-        let [kind, format, page_size] = ["attn", "kv", "page_size"].map(|key| setting(&metadata, key));
+        let [kind, format, page_size] =
+            ["attn", "kv", "page_size"].map(|key| setting(&metadata, key));
         let kind = kind?;
         ensure!(
             kind == KIND,

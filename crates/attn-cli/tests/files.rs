@@ -257,7 +257,10 @@ fn pages_with_sizes_that_no_file_has_are_refused() {
         let text = text(&bytes[8..8 + header]);
         let start = text.find(&format!("{key}\\\":")).expect("the key") + key.len() + 3;
         let end = start + text[start..].find([',', '}']).unwrap();
-        let (from, to) = (&text[start - 3..end], format!("{}{value}", &text[start - 3..start]));
+        let (from, to) = (
+            &text[start - 3..end],
+            format!("{}{value}", &text[start - 3..start]),
+        );
         with_metadata(&bytes, from, &to, &bad);
         let output = attn(&["dequantize", &bad, &out]).output().unwrap();
         refused(&output, &["`one` has", key, value, "damaged"]);
@@ -470,7 +473,10 @@ fn residual_pages_lie_beside_the_pages_and_are_not_optional() {
             // One page fewer, of more bytes.
             let shape = format!("[5,{}]", bytes / 10);
             with_metadata(&whole, &shape, &format!("[1,{}]", bytes / 2), &bad);
-            refused(&run(&["dequantize", &bad, &out]), &["one.pages is not U8 [5,"]);
+            refused(
+                &run(&["dequantize", &bad, &out]),
+                &["one.pages is not U8 [5,"],
+            );
         }
     }
 }
@@ -596,10 +602,20 @@ fn files_without_a_checksum_are_read_and_said_to_have_none() {
         "{}",
         text(&inspected.stdout)
     );
-    assert_eq!(json(&run(&["inspect", &old, "--json"]))["is_verified"], false);
-    assert_eq!(json(&run(&["inspect", &pages, "--json"]))["is_verified"], true);
+    assert_eq!(
+        json(&run(&["inspect", &old, "--json"]))["is_verified"],
+        false
+    );
+    assert_eq!(
+        json(&run(&["inspect", &pages, "--json"]))["is_verified"],
+        true
+    );
     let done = run(&["dequantize", &old, &out]);
-    assert!(text(&done.stderr).contains("old has no checksum"), "{}", text(&done.stderr));
+    assert!(
+        text(&done.stderr).contains("old has no checksum"),
+        "{}",
+        text(&done.stderr)
+    );
     assert_eq!(tensor(&out, "one.k").1, numbers(0));
 }
 
@@ -616,12 +632,17 @@ fn the_order_of_k_and_v_is_the_files_or_the_one_that_is_asked_for() {
     let tensors = [("one.k", &shape[..], &k[..]), ("one.v", &shape, &v)];
     let file = folder.write("in", &tensors, "0.125");
     let (pages, back) = (folder.path("pages"), folder.path("back"));
-    let quantize = ["quantize", &file, &pages, "--kv", "f16", "--force", "--json"];
+    let quantize = [
+        "quantize", &file, &pages, "--kv", "f16", "--force", "--json",
+    ];
     let made = json(&run(&[&quantize[..], &["--layout", "heads-first"]].concat()));
     assert_eq!(made["layout"], "[kv_heads, seq, head_dim]");
     assert_eq!(made["layers"][0]["tokens"], TOKENS);
     json(&run(&["dequantize", &pages, &back, "--json"]));
-    assert_eq!(tensor(&back, "one.k"), (vec![TOKENS, HEADS, DIM], numbers(0)));
+    assert_eq!(
+        tensor(&back, "one.k"),
+        (vec![TOKENS, HEADS, DIM], numbers(0))
+    );
     // What dequantize writes names its order, which no option overrules.
     let again = ["quantize", &back, &pages, "--kv", "f16", "--force"];
     refused(

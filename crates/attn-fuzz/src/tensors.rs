@@ -48,6 +48,20 @@ impl File {
         })
     }
 
+    /// The file without the checksum of pages, behind which damage would not be seen.
+    #[must_use]
+    pub fn without_checksum(mut self) -> File {
+        let mut text = String::from_utf8_lossy(&self.header).into_owned();
+        let key = "\"checksum\":\"";
+        if let Some(start) = text.find(key)
+            && let Some(len) = text[start + key.len()..].find("\",")
+        {
+            text.replace_range(start..start + key.len() + len + 2, "");
+        }
+        self.header = text.into_bytes();
+        self
+    }
+
     fn add(
         &mut self,
         entries: &mut Vec<String>,
@@ -76,8 +90,17 @@ impl File {
         let mut names = vec!["layer00".to_owned()];
         if draw.once_in(3) {
             names.push(
-                draw.pick(&["attn", "kv", "page_size", "checksum", "layer", "l.k", "é", ""])
-                    .to_owned(),
+                draw.pick(&[
+                    "attn",
+                    "kv",
+                    "page_size",
+                    "checksum",
+                    "layer",
+                    "l.k",
+                    "é",
+                    "",
+                ])
+                .to_owned(),
             );
         }
         let n = shape.iter().product();

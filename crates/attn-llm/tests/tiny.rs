@@ -249,10 +249,7 @@ fn damaged_safetensors_are_refused_with_a_sentence() {
             r#"{"rope_type":"dynamic"}"#,
             "dynamic; supported: default, linear, llama3, yarn",
         ),
-        (
-            r#"{"rope_type":"yarn"}"#,
-            "rope_scaling, factor is missing",
-        ),
+        (r#"{"rope_type":"yarn"}"#, "rope_scaling, factor is missing"),
         (r#"{"type":"yarn","factor":4,"mscale":1}"#, "mscale"),
         (
             r#"{"type":"linear","factor":0}"#,

@@ -35,7 +35,8 @@ impl Layout {
 
     /// The order of a file: the one that its metadata names, or that was asked for, or the library's.
     pub fn of(metadata: Option<&str>, asked: Option<Layout>) -> Result<Layout> {
-        let is_named = |layout: &Layout| metadata.is_some_and(|text| text.contains(&layout.words()));
+        let is_named =
+            |layout: &Layout| metadata.is_some_and(|text| text.contains(&layout.words()));
         let named: Vec<Layout> = Layout::ALL.into_iter().filter(is_named).collect();
         match (&named[..], asked, metadata) {
             (&[named], asked, _) => {

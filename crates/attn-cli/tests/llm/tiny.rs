@@ -81,13 +81,14 @@ fn shapes() -> Vec<(String, Vec<usize>, f32, f32)> {
             (format!("blk.{i}.{name}"), vec![outputs, inputs], 0.25, 0.0)
         };
         all.extend(matrices.map(matrix));
-        let norms = [
-            ("attn_norm", HIDDEN),
-            ("ffn_norm", HIDDEN),
-            ("attn_q_norm", 64),
-            ("attn_k_norm", 64),
-        ];
-        all.extend(norms.map(|(name, n)| (format!("blk.{i}.{name}"), vec![n], 0.3, 1.0)));
+        let norm = |name: &str| (format!("blk.{i}.{name}"), vec![HIDDEN], 0.3, 1.0);
+        all.extend(["attn_norm", "ffn_norm"].map(norm));
+    }
+    all.iter_mut()
+        .for_each(|(name, ..)| name.push_str(".weight"));
+    for i in 0..LAYERS {
+        let biases = [("attn_q", HIDDEN), ("attn_k", 64), ("attn_v", 64)];
+        all.extend(biases.map(|(name, n)| (format!("blk.{i}.{name}.bias"), vec![n], 0.0, 0.0)));
     }
     all
 }
@@ -108,16 +109,16 @@ pub fn gguf() -> Vec<u8> {
     file.u64(tensors.len());
     file.u64(numbers.len() + 8);
     file.key("general.architecture", 8);
-    file.string("qwen3");
+    file.string("qwen2");
     for (name, number) in numbers {
-        file.key(&format!("qwen3.{name}"), 4);
+        file.key(&format!("qwen2.{name}"), 4);
         file.u32(number);
     }
     for (name, number) in [
         ("attention.layer_norm_rms_epsilon", 1e-5f32),
         ("rope.freq_base", 1e4),
     ] {
-        file.key(&format!("qwen3.{name}"), 6);
+        file.key(&format!("qwen2.{name}"), 6);
         file.u32(number.to_bits());
     }
     file.key("tokenizer.ggml.model", 8);
@@ -134,7 +135,7 @@ pub fn gguf() -> Vec<u8> {
     }
     let mut offset = 0;
     for (name, shape, ..) in &tensors {
-        file.string(&format!("{name}.weight"));
+        file.string(name);
         file.u32(shape.len() as u32);
         shape.iter().rev().for_each(|n| file.u64(*n));
         file.u32(0);
@@ -160,8 +161,6 @@ pub fn safetensors() -> std::collections::HashMap<String, Vec<u8>> {
         ("attn_k", "self_attn.k_proj"),
         ("attn_v", "self_attn.v_proj"),
         ("attn_output", "self_attn.o_proj"),
-        ("attn_q_norm", "self_attn.q_norm"),
-        ("attn_k_norm", "self_attn.k_norm"),
         ("ffn_norm", "post_attention_layernorm"),
         ("ffn_gate", "mlp.gate_proj"),
         ("ffn_up", "mlp.up_proj"),
@@ -172,8 +171,9 @@ pub fn safetensors() -> std::collections::HashMap<String, Vec<u8>> {
             Some(rest) => (format!("model.layers.{}.", &rest[..1]), &rest[2..]),
             None => (String::new(), name),
         };
+        let (part, kind) = part.rsplit_once('.').expect("a weight or a bias");
         let known = names.iter().find(|(gguf, _)| *gguf == part);
-        format!("{layer}{}.weight", known.expect("a known part").1)
+        format!("{layer}{}.{kind}", known.expect("a known part").1)
     };
     let mut files = std::collections::HashMap::new();
     let mut weight_map = serde_json::Map::new();
@@ -199,7 +199,7 @@ pub fn safetensors() -> std::collections::HashMap<String, Vec<u8>> {
         (
             "config.json",
             serde_json::json!({
-                "model_type": "qwen3", "hidden_size": HIDDEN, "num_attention_heads": 2, "num_key_value_heads": 1,
+                "model_type": "qwen2", "hidden_size": HIDDEN, "num_attention_heads": 2, "num_key_value_heads": 1,
                 "num_hidden_layers": LAYERS, "intermediate_size": FEED_FORWARD, "vocab_size": VOCAB,
                 "max_position_embeddings": CONTEXT, "rms_norm_eps": 1e-5, "rope_theta": 1e4, "tie_word_embeddings": true,
                 "eos_token_id": 256,
