@@ -108,3 +108,28 @@ pub fn tensor(path: &str, name: &str) -> (Vec<usize>, Vec<f32>) {
     let values = values.map(|b| f32::from_le_bytes(b.try_into().unwrap()));
     (view.shape().to_vec(), values.collect())
 }
+
+/// Tokens, KV heads and dims of [`numbers`].
+pub const TOKENS: usize = 70;
+pub const HEADS: usize = 2;
+pub const DIM: usize = 64;
+
+/// Numbers that f16 holds exactly, `[tokens, heads, dims]`: head 1 a hundred times head 0, V negative.
+pub fn numbers(side: usize) -> Vec<f32> {
+    let sign = [1.0, -1.0][side];
+    let number = |i: usize| {
+        let (token, head) = (i / (HEADS * DIM), i / DIM % HEADS);
+        let by = [1.0 / 1024.0, 0.125][head];
+        sign * by * (1 + (token * DIM + i % DIM) % 2047) as f32
+    };
+    (0..HEADS * TOKENS * DIM).map(number).collect()
+}
+
+/// A file with one layer of those numbers.
+pub fn input(folder: &Folder, name: &str, layer: &str) -> String {
+    let shape = [TOKENS, HEADS, DIM];
+    let [k, v] = [0, 1].map(numbers);
+    let (k_name, v_name) = (format!("{layer}.k"), format!("{layer}.v"));
+    let tensors = [(&*k_name, &shape[..], &k[..]), (&*v_name, &shape, &v)];
+    folder.write(name, &tensors, "0.125")
+}

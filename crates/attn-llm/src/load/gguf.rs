@@ -231,12 +231,6 @@ impl Gguf {
         }
         let adds_begin = metadata.flag(&key("add_bos_token"))?.unwrap_or(is_pieces);
         let begin = token("bos_token_id")?;
-        if metadata.flag(&key("add_eos_token"))? == Some(true) {
-            return Err(format!(
-                "{} is true; supported: false",
-                key("add_eos_token")
-            ));
-        }
         Ok(GgufVocabulary {
             kinds: metadata.integers(&key("token_type"))?.unwrap_or_default(),
             scores: metadata.floats(&key("scores"))?.unwrap_or_default(),
@@ -266,7 +260,8 @@ fn positive(factors: &Tensor) -> Result<Vec<f64>, String> {
     }
 }
 
-/// Keys of the architecture that change no result of the models that are read here.
+/// Keys of the architecture that change no result of the models that are read here; some files of Qwen 2 say that it has a parallel residual,
+/// which it has not.
 const HARMLESS_OF_ARCHITECTURE: &[&str] = &[
     "vocab_size",
     "expert_used_count",
@@ -274,6 +269,7 @@ const HARMLESS_OF_ARCHITECTURE: &[&str] = &[
     "rope.scaling.finetuned",
     "tensor_data_layout",
     "attention.layer_norm_epsilon",
+    "use_parallel_residual",
 ];
 
 /// Other keys that change no result, in full or, with a dot or an underscore at the end, by their beginning.
@@ -335,6 +331,10 @@ fn check_keys(
     architecture: &str,
     remarks: &mut Vec<String>,
 ) -> Result<(), String> {
+    let end = "tokenizer.ggml.add_eos_token";
+    if metadata.flag(end)? == Some(true) {
+        return Err(format!("{end} is true; supported: false"));
+    }
     match metadata.text("general.type")?.as_deref() {
         None | Some("model") => {}
         Some(kind) => return Err(format!("general.type is {kind:?}; supported: \"model\"")),
