@@ -150,7 +150,7 @@ impl Case {
             parts.push(format!("{:?}", self.build));
         }
         let modifiers = [
-            ("not-causal", !p.causal),
+            ("noncausal", !p.causal),
             ("window", p.window_left.is_some()),
             ("softcap", p.softcap.is_some()),
             ("alibi", p.alibi_slopes.is_some()),

@@ -336,7 +336,7 @@ fn labels_fit_a_terminal_and_name_one_case_each() {
     (case.page_size, case.inputs) = (64, Inputs::Noise);
     assert_eq!(
         case.label(),
-        "case 0017 int8/int4 q2/kv1 d64 q_len 0-20 Forked not-causal window"
+        "case 0017 int8/int4 q2/kv1 d64 q_len 0-20 Forked noncausal window"
     );
 }
 
