@@ -126,8 +126,9 @@ impl Case {
         matches!(self.build, Build::Bnsh | Build::Bsnh)
     }
 
-    /// A name that fits a line of a terminal: the case's number, then what its heads, queries, pages and masks are. `Display` gives the whole case.
-    pub fn label(&self) -> String {
+    /// A name of at most so many columns: the case's number, then what its heads, queries, pages and masks are, as far as there is room. `Display`
+    /// gives the whole case.
+    pub fn label(&self, columns: usize) -> String {
         let p = &self.problem;
         let fewest = p.q_lens.iter().copied().min().unwrap_or(0);
         let mut parts = vec![
@@ -159,6 +160,11 @@ impl Case {
         ];
         let given = modifiers.iter().filter(|(_, is_given)| *is_given);
         parts.extend(given.map(|(name, _)| (*name).to_owned()));
+        while parts.len() > 1
+            && parts.iter().map(|part| part.len() + 1).sum::<usize>() > columns + 1
+        {
+            parts.pop();
+        }
         parts.join(" ")
     }
 

@@ -10,6 +10,9 @@ use crate::{
     check::{Outcome, Report, check_case},
 };
 
+/// The width of the longest name of a case's test.
+pub const COLUMNS: usize = 80;
+
 /// Tests of one backend, opened once.
 ///
 /// Where the backend is absent they become one test that is ignored with the reason, or fails if `ATTN_REQUIRE` names the backend.
@@ -104,7 +107,8 @@ impl Trials<Box<dyn DecodeAttention>> {
     {
         for case in cases {
             let (reference, outcomes) = (reference.clone(), outcomes.clone());
-            self = self.add(&case.label(), move |backend| {
+            let columns = COLUMNS - self.name.len() - "/".len();
+            self = self.add(&case.label(columns), move |backend| {
                 let outcome = check_case(&*reference, &**backend, &case);
                 let mut all = outcomes
                     .0

@@ -306,15 +306,15 @@ fn every_case_of_a_table_is_reported_once_with_its_place() {
 }
 
 #[test]
-fn labels_fit_a_terminal_and_name_one_case_each() {
+fn labels_fit_their_columns_and_name_one_case_each() {
     for size in [Size::Full, Size::Reduced] {
         let cases = table(size);
-        let labels: Vec<String> = cases.iter().map(Case::label).collect();
+        let labels: Vec<String> = cases.iter().map(|case| case.label(75)).collect();
         for (case, label) in cases.iter().zip(&labels) {
             let number = format!("case {:04} ", case.seed);
             assert!(label.starts_with(&number), "{label}: {case}");
-            let width = "cuda/".len() + label.chars().count();
-            assert!(width <= 80, "{width} columns: {label}");
+            // All of them have room for everything.
+            assert_eq!(*label, case.label(usize::MAX - 1));
             let others = labels.iter().filter(|other| other.starts_with(&number));
             assert_eq!(others.count(), 1, "{label}");
         }
@@ -326,16 +326,16 @@ fn labels_fit_a_terminal_and_name_one_case_each() {
         inputs: Inputs::Zeros,
         ..case("int8/int4")
     };
-    assert_eq!(
-        case.label(),
-        "case 0017 int8/int4 q2/kv1 d64 page 16 Zeros Forked"
-    );
+    let whole = "case 0017 int8/int4 q2/kv1 d64 page 16 Zeros Forked";
+    assert_eq!(case.label(whole.len()), whole);
+    let cut = "case 0017 int8/int4 q2/kv1 d64 page 16 Zeros";
+    assert_eq!(case.label(whole.len() - 1), cut);
     case.problem.q_lens = vec![0, 20];
     case.problem.window_left = Some(3);
     case.problem.causal = false;
     (case.page_size, case.inputs) = (64, Inputs::Noise);
     assert_eq!(
-        case.label(),
+        case.label(80),
         "case 0017 int8/int4 q2/kv1 d64 q_len 0-20 Forked noncausal window"
     );
 }

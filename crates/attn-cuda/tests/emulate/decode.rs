@@ -11,6 +11,7 @@ use attn_conformance::{
     oracle::{self, Queries},
     random::random,
     table,
+    trials::COLUMNS,
 };
 use attn_core::{KvCache, KvMemory, KvSource, Scheme, StridedRows};
 use attn_cpu::CpuBackend;
@@ -558,10 +559,8 @@ pub fn trials(kernels: &Arc<Kernels>, size: Size, count: u64, seed: u64) -> Resu
             Some(_) => " dequantized",
             None => "",
         };
-        let name = format!(
-            "decode {kernel:?}{made}{arch}{layout}{kind}{reach}: {}",
-            job.case.label()
-        );
+        let how = format!("decode {kernel:?}{made}{arch}{layout}{kind}{reach}: ");
+        let name = format!("{how}{}", job.case.label(COLUMNS - how.len()));
         Trial::test(name, move || match job.differs(&cpu, &kernels) {
             Ok(None) => Ok(()),
             Ok(Some(text)) => Err(format!("{}: {text}", job.case).into()),
