@@ -1,6 +1,6 @@
 // append.cu: quantizes new tokens and writes them into pages: the bytes of FORMATS.md.
 //
-// Grid      one token: (heads / 4, batch), two warps per head; by slots: (tokens, heads / 4), likewise; else (page jobs, num_kv_heads, batch), 128
+// Grid      one token: (heads / 4, batch), two warps per head; by slots: (tokens, heads / 4), two warps per head; else (page jobs, num_kv_heads, batch), 128
 //           threads. With rotary positions there are query heads behind the KV heads: a warp to four; else a CTA to each of a page job.
 // Split     one token per sequence is latency alone (launch, length, page, store): a warp takes K or V of one head, a lane stores what it
 //           loaded, and shared memory is not used. With several tokens a CTA owns a page of a head.
@@ -133,7 +133,7 @@ DEVICE void append_one(const AppendParams& p) {
 
 // ---- tokens that bring their slots ----
 
-// What says where a token goes, loaded at once: no load waits for another one.
+// The words that say where a token goes, loaded at once, so that no load waits for another.
 struct Slot {
     long long at;
     u32 residual_page;

@@ -1,4 +1,4 @@
-// The codes of a tile in a stage, as left operands of MMAs: tokens of K, then dims of V, are the 16 rows.
+// Loads the codes of a tile from a stage as left operands of MMAs, whose 16 rows are tokens of K or dims of V.
 //
 // A register has four bytes of row lane/4 (`x[..][0]`), or of that row + 8 (`x[..][1]`). One `ldmatrix` reads eight rows of 16 bytes.
 #pragma once

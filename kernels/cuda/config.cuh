@@ -1,4 +1,4 @@
-// What one kernel instance is specialised for (-HEAD_DIM ATTN_…), and the sizes that follow from it.
+// The constants that a kernel instance is compiled for (the macros ATTN_…, set by instance.rs), and the sizes that follow from them.
 #pragma once
 #include "arithmetic.cuh"
 #include "params.h"

@@ -2,7 +2,7 @@
 //
 // Grid      (pairs, slices of a page); 256 threads.
 // Reads     pairs i64 [pair][2]: the page to read, and the page to write. A pair with a page that is in neither pool's range is skipped.
-// Writes    the pages named second; those named first are as they were.
+// Writes    the second page of each pair; the first pages are unchanged.
 // Numerics  none: bytes are copied.
 // Shared    none.
 // Host      attn-cuda/src/native/copy_pages.rs; parameters in kernels/src/cuda/params.rs.

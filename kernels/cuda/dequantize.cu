@@ -1,13 +1,14 @@
-// dequantize.cu: writes the cached tokens of a step again as pages of 64 tokens in f16, which many_rows.cu attends in place of the cache: where query
-// rows are many, codes are turned into floats once for all of them (section 11 of docs/arithmetic.md).
+// dequantize.cu: writes the cached tokens of a step as pages of 64 tokens in f16, which many_rows.cu attends instead of the cache. With many
+// query rows, codes are then converted to floats once for all of them (section 11 of docs/arithmetic.md).
 //
 // Grid      (num_kv_heads, tiles of the longest sequence, batch); threads as in stored_token.cuh.
 // Macros    ATTN_K, ATTN_V, ATTN_K_GROUPS, ATTN_V_GROUPS, ATTN_K_WINDOW, ATTN_V_WINDOW, ATTN_HEAD_DIM, ATTN_PAGE, as in config.cuh.
 // Reads     pool [page][kv_head][run], kv_lens; of schemes with a window the query blocks, which say what is read with residuals.
-// Writes    pages of 64 tokens, K and V in f16: tile i of sequence b is page b * pages_each + i, and with residuals, where some query token reads it with
-//           them, the one fine_pages behind; their table; what their numbers count.
+// Writes    pages of 64 tokens, K and V in f16: tile i of sequence b is page b * pages_each + i; if some query token reads the tile with
+//           residuals, that version is the page fine_pages behind it. Also their page table, and the scale of the f16 numbers
+//           of each KV head.
 // Numerics  those of attn-core/src/quant.rs and rotation.rs, rounded once to f16; compiled without contraction, subnormals kept.
-// Shared    V's codes of a warp's tokens, turned.
+// Shared    V's codes of a warp's tokens, transposed.
 // Host      attn-cuda/src/native/dequantize.rs; parameters in kernels/src/cuda/params.rs.
 #include "dequantized.cuh"
 #include "stored_token.cuh"

@@ -1,10 +1,10 @@
-// dequantize_rows.cu: as dequantize.cu, from rows of other engines: contiguous caches, or pages of rows.
+// dequantize_rows.cu: writes rows of other engines, contiguous or in pages, as pages of 64 tokens; dequantize.cu does so with this library's pages.
 //
 // Grid      that of dequantize.cu; four lanes of a warp share a token.
 // Macros    ATTN_K, ATTN_V (no 4 bits or rotation; bf16 as both), ATTN_K_GROUPS, ATTN_V_GROUPS, ATTN_HEAD_DIM, ATTN_ROW_PAGE, as in config.cuh.
 // Reads     rows of ATTN_HEAD_DIM codes and their f16 scales [group], kv_lens; of pages their table.
-// Writes    pages of 64 tokens, K and V in f16, or in bf16 where they are: tile i of sequence b is page b * pages_each + i; their table; what their numbers count. Tokens that do not exist
-//           are left as they are.
+// Writes    pages of 64 tokens, K and V in f16, or in bf16 if the rows are: tile i of sequence b is page b * pages_each + i. Also their page
+//           table, and the scale of the f16 numbers of each KV head. Tokens past kv_len are left as they are.
 // Numerics  those of attn-core/src/quant.rs, rounded once to f16, and none of 16 bits; compiled without contraction, subnormals kept.
 // Shared    none.
 // Host      attn-cuda/src/native/dequantize.rs; parameters in kernels/src/cuda/params.rs.

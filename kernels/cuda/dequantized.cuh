@@ -1,16 +1,16 @@
-// What dequantize.cu, dequantize_rows.cu and gather_pages.cu have in common: what numbers count, the table of the pages that are written, and which of
-// them some query token reads with residuals.
+// Shared by dequantize.cu, dequantize_rows.cu and gather_pages.cu: the scale of the numbers, the table of the pages that are written, and the test
+// whether some query token reads a page with residuals.
 #pragma once
 #include "dtype.cuh"
 #include "params.h"
 
 constexpr int WRITTEN_PAGE = 64;  // tokens
 
-// What a number of f16 counts: with it the largest code times the largest scale is in f16's range.
+// The scale of the f16 numbers: with it the largest code times the largest scale is in f16's range.
 constexpr int unit_of(int scheme) { return scheme <= FP8 || scheme == INT8_TENSOR ? 1 : 128; }
 DEVICE float tensor_scale(const float* scales, int head) { return scales ? scales[head] : 1.0f; }
 
-// What K's and V's numbers of each KV head count, by one CTA of each.
+// Writes the scales of K's and V's numbers for each KV head, by one CTA of each.
 template <int K_SCHEME, int V_SCHEME> DEVICE void write_units(const DequantizeParams& p) {
     if (blockIdx.y != 0 || blockIdx.z != 0 || threadIdx.x != 0) return;
     p.scales[blockIdx.x] = unit_of(K_SCHEME) * tensor_scale(p.step.k_tensor_scales, blockIdx.x);

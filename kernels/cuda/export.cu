@@ -6,7 +6,7 @@
 // Reads     pool [page][kv_head][run]; kv_lens, which decide what is read with residuals; the ranges of tokens.
 // Writes    k, v [token][num_kv_heads][head_dim] in f32, f16 or bf16: the ranges, one behind the other.
 // Numerics  those of attn-core/src/quant.rs and rotation.rs; compiled without contraction, subnormals kept.
-// Shared    V's codes of a warp's tokens, turned.
+// Shared    V's codes of a warp's tokens, transposed.
 // Host      attn-cuda/src/native/export.rs; parameters in kernels/src/cuda/params.rs.
 #include "stored_token.cuh"
 

@@ -1,5 +1,5 @@
-// gather_pages.cu: writes the cached tokens of a step again as pages of 64 tokens, byte for byte, which many_rows.cu attends in place of smaller ones: where query rows
-// are many, each tile is put together once for all of them, and then takes one copy for a side, not one for 16 or 32 tokens of each of its panels.
+// gather_pages.cu: copies the cached tokens of a step into pages of 64 tokens, byte for byte, which many_rows.cu attends instead of smaller
+// ones. With many query rows, each tile is assembled once for all of them, and then takes one copy for K and one for V.
 //
 // Grid      (num_kv_heads, tiles of the longest sequence, batch).
 // Macros    ATTN_K, ATTN_V, ATTN_K_GROUPS, ATTN_V_GROUPS, ATTN_K_WINDOW, ATTN_V_WINDOW, ATTN_HEAD_DIM, ATTN_PAGE (16 or 32), as in config.cuh.

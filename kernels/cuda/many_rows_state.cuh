@@ -1,4 +1,4 @@
-// What a warpgroup of many_rows.cu has of its rows: which tokens they see, and the state of a segment. A thread has two rows and every fourth pair
+// The rows of a warpgroup of many_rows.cu: which tokens they see, and the state of a segment. A thread has two rows and every fourth pair
 // of tokens, or dims. Of few rows it has one: products then have 64 rows as ever, of which each second group of eight means nothing, and all warps have rows.
 #pragma once
 #include "ptx.cuh"

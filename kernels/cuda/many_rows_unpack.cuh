@@ -1,4 +1,4 @@
-// What producers of many_rows.cu turn the codes of a tile into, from one place of shared memory to another: nibbles into bytes, or fp8 into f16.
+// The producers of many_rows.cu convert the codes of a tile from one place of shared memory to another: nibbles to bytes, or fp8 to f16.
 #pragma once
 #include "kv_pipeline.cuh"
 

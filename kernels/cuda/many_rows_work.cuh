@@ -103,7 +103,7 @@ struct Walk {
         return 0;
     }
     DEVICE Walk of_team(u8* ways, int team, u32) { return ((Walk*)ways)[team]; }
-    // Cuts the run's spans out of those of the current work item, and goes on to the next; whether there are any.
+    // Clips the current work item's spans to this team's range and advances to the next work item; false at the end of the range.
     __device__ __forceinline__ bool cut(const DecodeParams& p, Part& part) {
         // Long spans are the team's in whose run they begin.
         int longer = part.span_shift - SPAN_SHIFT;

@@ -38,7 +38,7 @@ DEVICE void merge(float4& a, const float4& b, const MergeScale& w, bool is_fold)
     }
 }
 
-// What partials are: spans' states, or segments', of which spans are made, or tiles' values, of which segments are.
+// The kinds of partials: states of spans; states of segments, which merge into spans; values of tiles, which fold into segments.
 enum Level { SPAN_STATES, SEGMENT_STATES, TILE_VALUES };
 
 // One (query block, KV head, row block).

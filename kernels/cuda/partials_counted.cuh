@@ -26,7 +26,7 @@ struct PartialRows {
 DEVICE bool has_arrived(float2 x) { return float_bits(x.x) != 0 && float_bits(x.y) != 0; }
 DEVICE bool has_arrived(float x) { return float_bits(x) != 0; }
 DEVICE bool has_arrived(const float4& x) { return has_arrived(make_float2(x.x, x.y)) && has_arrived(make_float2(x.z, x.w)); }
-constexpr int FEW = 4;  // missing partials whose states are looked at; while there are more, (m, l) alone: others still read the cache
+constexpr int FEW = 4;  // full states are polled only while at most this many partials are missing; before that (m, l) alone, as others still read the cache
 
 // Merges a row's partials by LANES threads. They compute the scales of LANES partials side by side while the first states are loaded;
 // then each merges its own vectors of dims (float4, float2 or float) from `from` to `to`, in order, and writes the result. Tiles fold into

@@ -1,6 +1,6 @@
 // Partials in global memory without a count (low_latency.cu, ATTN_MERGE_GLOBAL). Arrival is signalled by the data: the workspace is zero
 // between launches, and a nonzero word has arrived. Zeros are stored as the smallest subnormal, which arithmetic flushes. The reader
-// resets each word. A count that all increment is 1 µs of 10 slower (H200, one sequence of 8192 tokens).
+// resets each word. A count of arrivals, which every team increments, is 1 µs of 10 slower (H200, one sequence of 8192 tokens).
 //
 // Merging CTAs wait for all CTAs of the work item; the others never wait. CTAs start in the order of their indices, so a launch ends
 // wherever one more than SLICES of them run at once.

@@ -1,4 +1,4 @@
-// One function per instruction that C++ has no name for. Nothing here knows about attention.
+// One function for each instruction that C++ has no name for; nothing here is about attention.
 #pragma once
 
 typedef unsigned char u8;
@@ -398,7 +398,7 @@ DEVICE void copy_bulk(u32 to, const void* from, u32 bytes, u32 barrier) {
 DEVICE void barrier_expect_more(u32 barrier, u32 bytes) {
     asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" :: "r"(barrier), "r"(bytes) : "memory");
 }
-// What threads wrote to shared memory comes before what the copy engine writes there, and products read.
+// Orders the threads' writes to shared memory before those of the copy engine, and before reads by products.
 DEVICE void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 // A box of a tensor of four dimensions, from these coordinates on.
 DEVICE void copy_box(u32 to, const void* map, int x, int y, int z, int w, u32 barrier) {

@@ -85,7 +85,7 @@ DEVICE float quad_sum(float x) {
     x += __shfl_xor_sync(~0u, x, 1);
     return x + __shfl_xor_sync(~0u, x, 2);
 }
-// What row lane/4 has, for the lane's columns.
+// Brings a number of row lane/4 to the lanes of its columns.
 DEVICE void of_columns(float x, int lane, float (&columns)[2]) {
 #pragma unroll
     for (int e = 0; e < 2; e++) columns[e] = __shfl_sync(~0u, x, 4 * (2 * (lane % 4) + e));

@@ -1,9 +1,9 @@
-// query_blocks.cu: the list of query blocks of a step whose sequences bring as many query tokens as `cu_seqlens_q` says: Problem::query_blocks of
-// attn-core, without a wait for the device. A step's layers share the list.
+// query_blocks.cu: lists the query blocks of a step from cu_seqlens_q on the device, as Problem::query_blocks of attn-core does on the host.
+// All layers of a step share the list.
 //
 // Grid      (entries of the list / 256, up to 32); 256 threads. Every CTA counts the blocks of all sequences, and writes its part of the entries.
 // Reads     cu_seqlens_q i32 [batch + 1].
-// Writes    blocks [num_blocks]: those of sequence after sequence, then entries without tokens. Whatever cu_seqlens_q holds, nothing else.
+// Writes    blocks [num_blocks], sequence after sequence, then entries without tokens; nothing outside of it, whatever cu_seqlens_q holds.
 // Numerics  none.
 // Shared    the ends of 256 sequences' blocks.
 // Host      attn-cuda/src/native/list_blocks.rs; parameters in kernels/src/cuda/params.rs.

@@ -206,9 +206,9 @@ template <int SCHEME, int GROUPS, bool COLUMNS> struct StoredToken {
         }
     }
 
-    // Numbers of a rotated row are whole, and one scale is that of as many neighbours as this and more: not they but their sums are multiplied by it. f16 has sums up to 2048
-    // exactly, and even ones up to 4096: those of PAIRED neighbours, which callers know. The products are exact, too, so that no bit is another one than if each number had
-    // been multiplied.
+    // The codes of a rotated row are whole numbers, and at least this many neighbours share one scale: their sums are scaled instead of the
+    // elements. f16 holds sums up to 2048 exactly, and even ones up to 4096; callers know for how many neighbours (PAIRED) that suffices. The
+    // products are exact, too, so the bits are those of scaling each element.
     static constexpr int OF_ONE_SCALE = (WIDTH & -WIDTH) < ROTATED ? WIDTH & -WIDTH : ROTATED;
     template <int PAIRED> METHOD void turn_back_pairs(F16Pair (&pair)[EACH][8], const u32 (&param)[EACH][PARAMS], float by) {
         static_assert(PAIRED <= OF_ONE_SCALE, "numbers of several scales cannot be added up before");

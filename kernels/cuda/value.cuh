@@ -252,7 +252,7 @@ template <class Team> DEVICE void add_value_residuals(const Stages& at, int j, c
     }
 }
 
-// What a group's sums are multiplied by, by [half of the lane's dims][column].
+// The factors of a group's sums, by [half of the lane's dims][column].
 struct ValueUnits {
     float of[2][2];
 

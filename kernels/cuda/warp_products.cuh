@@ -1,4 +1,4 @@
-// The products of wgmma.cuh for GPUs without wgmma: each warp of a warpgroup multiplies its own 16 rows, by mma.sync, and waits for none. Names and layouts
+// The products of wgmma.cuh for GPUs without wgmma: each warp of a warpgroup multiplies its own 16 rows by mma.sync and waits for no other warp. Names and layouts
 // are those of wgmma.cuh; a warpgroup's first warp is a multiple of four.
 #pragma once
 #include "ptx.cuh"

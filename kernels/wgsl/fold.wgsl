@@ -1,4 +1,4 @@
-// fold.wgsl: what a tile's value is folded with (docs/arithmetic.md, sections 5 and 6).
+// fold.wgsl: the factors by which a tile's value is folded into the state (docs/arithmetic.md, sections 5 and 6).
 
 // Folds m and l, and computes the factors of O. No lane writes the slots of reduce.wgsl in this phase, so they are reset as they are read.
 #def fold_maxima(): lane -> m, l

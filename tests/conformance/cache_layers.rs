@@ -111,7 +111,7 @@ impl<'a> Both<'a> {
         self.decode(appends, KvSource::Sequences(&chosen))
     }
 
-    /// As many of the newest tokens as come are queries, up to 5.
+    /// Decodes the newest tokens of each append, up to 5 of them.
     fn decode(&self, appends: &[Append], kv: KvSource<'_>) -> Result<(Vec<f32>, Vec<f32>), Error> {
         let mut case = self.case.clone();
         case.problem.kv_lens = kv.kv_lens()[..appends.len()].to_vec();

@@ -25,7 +25,7 @@ pub struct Case {
     pub build: Build,
     /// Whether each sequence is also decoded alone.
     pub alone: bool,
-    /// Of K, V and Q, and the case's number in the table.
+    /// The seed of K, V and Q, and the case's number in the table.
     pub seed: u64,
     /// Number of the first sequence: 0, but for a sequence taken out of its batch.
     pub first: usize,

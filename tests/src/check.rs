@@ -26,9 +26,9 @@ pub struct Report {
     pub failures: Vec<String>,
     /// One text per case for which the backend has no kernel and need not have one ([`Case::is_required`]).
     pub refusals: Vec<String>,
-    /// Of all outputs of the cases that ran in the integer arithmetic, in the table's order.
+    /// The digest of all outputs of the cases that ran in the integer arithmetic, in the table's order.
     pub integer_digest: u64,
-    /// Of all outputs of the others.
+    /// The digest of all outputs of the other cases.
     pub float_digest: u64,
 }
 
@@ -158,7 +158,7 @@ pub fn decode_from(
     decode_rows(backend, case, &case.q(), source)
 }
 
-/// The same for queries of the caller's.
+/// Decodes a case with queries of the caller's.
 pub fn decode_rows(
     backend: &dyn DecodeAttention,
     case: &Case,

@@ -18,7 +18,7 @@ struct Off {
     device: DeviceInfo,
     /// Relative, of every output.
     out: f64,
-    /// Of every log-sum-exp, relative to it or to 10 where that is more.
+    /// The bound of every log-sum-exp, relative to it or to 10 where that is more.
     lse: f64,
 }
 

@@ -10,7 +10,7 @@ const SCALE: u16 = 0x2400;
 /// A contiguous cache of some numbers, all finite.
 pub struct ContiguousCache {
     workload: Workload,
-    /// Of K and V.
+    /// Codes of K and of V.
     codes: [Vec<u8>; 2],
     scales: [Vec<u16>; 2],
 }
@@ -63,7 +63,7 @@ impl ContiguousCache {
         self.made_by(KvView::with_trusted_values)
     }
 
-    /// As [`ContiguousCache::view`], with every value checked: what [`KvView::new`] costs.
+    /// The cache as a view with every value checked, as [`KvView::new`] does it: what that costs.
     ///
     /// # Errors
     /// Those of [`KvView::new`].

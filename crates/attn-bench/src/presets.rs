@@ -247,7 +247,7 @@ impl List {
         }
     }
 
-    /// As many KV heads as query heads, 16-bit.
+    /// Adds shapes with as many KV heads as query heads, in 16 bits.
     fn mha(&mut self) {
         for ctx in [128, 256, 512, 1024, 2048, 4096, 8192] {
             let name = format!("ctx{ctx}");

@@ -228,7 +228,7 @@ impl WgpuTimer {
         Ok(())
     }
 
-    /// The same without a warm-up, one run after the other: for work that changes what it works on.
+    /// Times runs one after the other without a warm-up: for work that changes what it works on.
     fn each(&self, count: usize, runs: usize, record: &mut Record<'_>) -> Result<Timing, Error> {
         let times = (0..runs.max(1)).map(|_| self.once(count, record));
         Ok(Timing::of(times.collect::<Result<_, _>>()?))

@@ -28,7 +28,7 @@ pub enum Operation {
     Decode,
     /// The append of one token per sequence, after which the lengths are the problem's.
     Append,
-    /// The same append by slots, which CUDA's native entry has.
+    /// An append by slots, which CUDA's native entry has.
     AppendBySlots,
     /// The append by slots that rotates K, and the queries of its tokens in place.
     AppendRotary,

@@ -149,7 +149,7 @@ typedef struct attn_cache_config {
   size_t max_q_len;
   // fp8 and int8-tensor: a static scale for each KV head of the first layer, then of the next; or NULL for 1.
   const float *k_scales;
-  // The same for V.
+  // As k_scales, for V.
   const float *v_scales;
   // Layers of a model that have this shape, with lengths and pages in common and a pool for each: attn_cache_reserve; 0: 1.
   size_t layers;
@@ -196,7 +196,7 @@ typedef struct attn_paged_rows {
   const int32_t *lengths;
   // float [kv_heads] for fp8 and int8-tensor; else NULL.
   const float *k_scales;
-  // The same for V.
+  // As k_scales, for V.
   const float *v_scales;
 } attn_paged_rows;
 
@@ -323,7 +323,7 @@ typedef struct attn_pages {
   const int32_t *lengths;
   // float [kv_heads] for fp8 and int8-tensor; else NULL.
   const float *k_scales;
-  // The same for V.
+  // As k_scales, for V.
   const float *v_scales;
   // Bytes from one page of the pool to the next, a multiple of 16; 0: attn_plan_info.page_bytes. More where pages are padded, or those of other
   // layers lie between.
@@ -383,7 +383,7 @@ typedef struct attn_ranges {
   size_t struct_size;
   // Rows of K [token][kv_heads][head_dim], those of the first range, then those of the next; NULL: V alone.
   void *k;
-  // The same of V; NULL: K alone.
+  // Rows of V, as those of K; NULL: K alone.
   void *v;
   // An attn_dtype, of k and v.
   uint32_t dtype;
@@ -497,7 +497,7 @@ enum attn_status attn_cache_append(struct attn_cache *cache,
 // Appends tokens in the GPU's memory: enqueues the writes on stream, a CUstream or cudaStream_t of the device's primary context (NULL: the default
 // stream), and counts the tokens. The bytes are those of attn_cache_append.
 //
-// Needs: As attn_cache_append, in device memory, aligned to 16 bytes, which stays as it is until the work has run. K and V are finite.
+// Needs: Everything that attn_cache_append needs, with rows in device memory, aligned to 16 bytes, which stays as it is until the work has run. K and V are finite.
 enum attn_status attn_cache_append_on(struct attn_cache *cache,
                                       const struct attn_append *appends,
                                       size_t count,
@@ -523,7 +523,7 @@ enum attn_status attn_cache_write(struct attn_cache *cache,
 
 // Writes one layer's tokens from the GPU's memory: enqueues the writes on stream, as attn_cache_append_on. The bytes are those of attn_cache_write.
 //
-// Needs: As attn_cache_write, in device memory, aligned to 16 bytes, which stays as it is until the work has run. K and V are finite.
+// Needs: Everything that attn_cache_write needs, with rows in device memory, aligned to 16 bytes, which stays as it is until the work has run. K and V are finite.
 enum attn_status attn_cache_write_on(struct attn_cache *cache,
                                      size_t layer,
                                      const struct attn_tokens *tokens,
@@ -626,7 +626,7 @@ void attn_device_close(struct attn_device *device);
 
 // Attends another engine's pages of rows: enqueues the step on stream, as attn_plan_attend. The plan was created with attn_plan_config.rows.
 //
-// Needs: As attn_plan_attend; all rows of the pool's pages lie in the memory that kv describes, and those that lengths count are finite.
+// Needs: Everything that attn_plan_attend needs; all rows of the pool's pages lie in the memory that kv describes, and those that lengths count are finite.
 enum attn_status attn_plan_attend_rows(const struct attn_plan *plan,
                                        const struct attn_paged_rows *kv,
                                        const struct attn_rows *rows,
@@ -663,7 +663,7 @@ enum attn_status attn_plan_query_blocks(const struct attn_plan *plan,
 // cu_seqlens_q is int32 [count + 1] on the device: the first query token of each sequence, then the end of the last one's, at most as many as
 // attn_plan_config.q_lens has in all. query_blocks has room for attn_plan_info.query_block_bytes, for attn_buffers.
 //
-// Needs: As attn_plan_attend; on the device, cu_seqlens_q never falls.
+// Needs: Everything that attn_plan_attend needs; on the device, cu_seqlens_q never falls.
 enum attn_status attn_plan_list_query_blocks(const struct attn_plan *plan,
                                              const int32_t *cu_seqlens_q,
                                              void *query_blocks,
@@ -688,9 +688,9 @@ enum attn_status attn_plan_attend(const struct attn_plan *plan,
 
 // Attends shards of the sequences, for a plan with attn_plan_config.spans: enqueues the step on stream, which leaves the states of the shards' spans.
 // What all shards leave, one behind the other, attn_transfer_merge_spans makes into results: for integer formats the bits of one GPU over all tokens.
-// Of rows, q and its dtype are read.
+// Of rows only q and its dtype are read.
 //
-// Needs: As attn_plan_attend; spans has room for attn_plan_info.spans states of each row. On the device, a shard with tokens_after is whole spans of 1024.
+// Needs: Everything that attn_plan_attend needs; spans has room for attn_plan_info.spans states of each row. On the device, a shard with tokens_after is whole spans of 1024.
 enum attn_status attn_plan_attend_spans(const struct attn_plan *plan,
                                         const struct attn_pages *pages,
                                         const struct attn_rows *rows,
@@ -703,7 +703,7 @@ enum attn_status attn_plan_attend_spans(const struct attn_plan *plan,
 // is rotated by its positions before it is stored, and rotary.q to where rows->q reads it, in the same launch; the plan was created with
 // attn_plan_config.rotary then.
 //
-// Needs: As attn_plan_attend; nothing else is enqueued between what wrote the pages before and this; every page that a new token touches belongs to its
+// Needs: Everything that attn_plan_attend needs; nothing else is enqueued between what wrote the pages before and this; every page that a new token touches belongs to its
 // sequence alone.
 enum attn_status attn_plan_step(const struct attn_plan *plan,
                                 const struct attn_pages *pages,
@@ -718,7 +718,7 @@ enum attn_status attn_plan_step(const struct attn_plan *plan,
 // the residual page of the token's page, or -1 if that has none; else NULL. Of pages, the pool and the scales are read. With tokens->rotary, K is
 // rotated by its positions before it is stored, and the queries of the same tokens beside it; the plan was created with attn_plan_config.rotary then.
 //
-// Needs: As attn_plan_attend; on the device, slots are in the pool, no two are the same, and their pages belong to one sequence each; K and V are finite, and
+// Needs: Everything that attn_plan_attend needs; on the device, slots are in the pool, no two are the same, and their pages belong to one sequence each; K and V are finite, and
 // the positions of tokens with slots are rows of cos_sin.
 enum attn_status attn_plan_append_slots(const struct attn_plan *plan,
                                         const struct attn_pages *pages,
@@ -744,7 +744,7 @@ enum attn_status attn_cache_attend(struct attn_cache *cache,
 
 // Attends, with rows in the GPU's memory: enqueues the step on stream. For a step that a CUDA graph captures, see attn_plan.
 //
-// Needs: As attn_cache_attend, with rows in device memory, aligned to 16 bytes, which stay until the work has run; queries are finite.
+// Needs: Everything that attn_cache_attend needs, with rows in device memory, aligned to 16 bytes, which stay until the work has run; queries are finite.
 enum attn_status attn_cache_attend_on(struct attn_cache *cache,
                                       const struct attn_step *step,
                                       const struct attn_rows *rows,
@@ -770,7 +770,7 @@ void attn_transfer_destroy(struct attn_transfer *transfer);
 // Writes ranges of cached tokens as rows of numbers, as they were before they were quantized, to the format's precision: enqueues the work on stream,
 // as attn_plan_attend. pages->lengths are the cached tokens; the newest are read as a query of the last token would.
 //
-// Needs: As attn_plan_attend for pages; ranges are cached, row_starts do not fall, and k and v have room for their rows and lie apart from all else.
+// Needs: Everything that attn_plan_attend needs for pages; ranges are cached, row_starts do not fall, and k and v have room for their rows and lie apart from all else.
 enum attn_status attn_transfer_export(const struct attn_transfer *transfer,
                                       const struct attn_pages *pages,
                                       const struct attn_ranges *ranges,
@@ -779,7 +779,7 @@ enum attn_status attn_transfer_export(const struct attn_transfer *transfer,
 // Merges what shards left by attn_plan_attend_spans, in the order of their tokens, with each row's sink, and finishes: enqueues one launch on stream. For
 // integer formats these are the bits of one GPU over all tokens. The handle has the format, kv_heads and head_dim of the plans.
 //
-// Needs: As attn_plan_attend; merge->max_sums and o were left by launches of attn_plan_attend_spans, and out and lse overlap nothing else.
+// Needs: Everything that attn_plan_attend needs; merge->max_sums and o were left by launches of attn_plan_attend_spans, and out and lse overlap nothing else.
 enum attn_status attn_transfer_merge_spans(const struct attn_transfer *transfer,
                                            const struct attn_span_merge *merge,
                                            void *stream);

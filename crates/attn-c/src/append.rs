@@ -74,7 +74,7 @@ pub unsafe extern "C" fn attn_cache_append(
 /// stream), and counts the tokens. The bytes are those of attn_cache_append.
 ///
 /// # Safety
-/// As attn_cache_append, in device memory, aligned to 16 bytes, which stays as it is until the work has run. K and V are finite.
+/// Everything that attn_cache_append needs, with rows in device memory, aligned to 16 bytes, which stays as it is until the work has run. K and V are finite.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn attn_cache_append_on(
     cache: *mut Cache,
@@ -147,7 +147,7 @@ pub unsafe extern "C" fn attn_cache_write(
 /// Writes one layer's tokens from the GPU's memory: enqueues the writes on `stream`, as attn_cache_append_on. The bytes are those of attn_cache_write.
 ///
 /// # Safety
-/// As attn_cache_write, in device memory, aligned to 16 bytes, which stays as it is until the work has run. K and V are finite.
+/// Everything that attn_cache_write needs, with rows in device memory, aligned to 16 bytes, which stays as it is until the work has run. K and V are finite.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn attn_cache_write_on(
     cache: *mut Cache,

@@ -97,7 +97,7 @@ pub(crate) unsafe fn list<'a, T>(
     Ok(unsafe { slice::from_raw_parts(pointer, len) })
 }
 
-/// As [`list`], to be written.
+/// A list as [`list`] makes it, to be written.
 ///
 /// # Safety
 /// `pointer` is NULL or points to `len` values that nothing else uses meanwhile.
@@ -127,7 +127,7 @@ fn check_len<T>(what: &str, len: usize) -> Result<(), Failure> {
 /// Values that may be missing.
 ///
 /// # Safety
-/// As for [`list`].
+/// Those of [`list`].
 pub(crate) unsafe fn optional<'a, T>(
     what: &str,
     pointer: *const T,
@@ -184,7 +184,7 @@ pub(crate) fn lock<T>(state: &Mutex<T>) -> Result<MutexGuard<'_, T>, Failure> {
 /// `len` numbers to read.
 ///
 /// # Safety
-/// As for [`list`], of the type that `dtype` says.
+/// Those of [`list`], of the type that `dtype` says.
 pub(crate) unsafe fn elements<'a>(
     what: &str,
     dtype: u32,
@@ -204,7 +204,7 @@ pub(crate) unsafe fn elements<'a>(
 /// `len` numbers to write.
 ///
 /// # Safety
-/// As for [`list_mut`], of the type that `dtype` says.
+/// Those of [`list_mut`], of the type that `dtype` says.
 pub(crate) unsafe fn elements_mut<'a>(
     what: &str,
     dtype: u32,

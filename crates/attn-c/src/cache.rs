@@ -38,7 +38,7 @@ pub struct CacheConfig {
     pub max_q_len: usize,
     /// fp8 and int8-tensor: a static scale for each KV head of the first layer, then of the next; or NULL for 1.
     pub k_scales: *const f32,
-    /// The same for V.
+    /// As `k_scales`, for V.
     pub v_scales: *const f32,
     /// Layers of a model that have this shape, with lengths and pages in common and a pool for each: attn_cache_reserve; 0: 1.
     pub layers: usize,

@@ -47,7 +47,7 @@ pub struct PagedRows {
     pub lengths: *const i32,
     /// float `[kv_heads]` for fp8 and int8-tensor; else NULL.
     pub k_scales: *const f32,
-    /// The same for V.
+    /// As `k_scales`, for V.
     pub v_scales: *const f32,
 }
 
@@ -99,7 +99,7 @@ impl PagedRows {
 /// Attends another engine's pages of rows: enqueues the step on `stream`, as attn_plan_attend. The plan was created with attn_plan_config.rows.
 ///
 /// # Safety
-/// As attn_plan_attend; all rows of the pool's pages lie in the memory that `kv` describes, and those that lengths count are finite.
+/// Everything that attn_plan_attend needs; all rows of the pool's pages lie in the memory that `kv` describes, and those that lengths count are finite.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn attn_plan_attend_rows(
     plan: *const Plan,

@@ -64,7 +64,7 @@ impl Place {
     }
 
     /// # Safety
-    /// As [`Place::rows`], of memory that nothing else uses meanwhile.
+    /// Rows as [`Place::rows`] gives them, of memory that nothing else uses meanwhile.
     pub unsafe fn rows_mut<'a>(
         self,
         what: &str,

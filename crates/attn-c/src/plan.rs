@@ -126,7 +126,7 @@ pub struct Pages {
     pub lengths: *const i32,
     /// float `[kv_heads]` for fp8 and int8-tensor; else NULL.
     pub k_scales: *const f32,
-    /// The same for V.
+    /// As `k_scales`, for V.
     pub v_scales: *const f32,
     /// Bytes from one page of the pool to the next, a multiple of 16; 0: attn_plan_info.page_bytes. More where pages are padded, or those of other
     /// layers lie between.
@@ -389,7 +389,7 @@ pub unsafe extern "C" fn attn_plan_query_blocks(plan: *const Plan, bytes: *mut c
 /// attn_plan_config.q_lens has in all. `query_blocks` has room for attn_plan_info.query_block_bytes, for attn_buffers.
 ///
 /// # Safety
-/// As attn_plan_attend; on the device, cu_seqlens_q never falls.
+/// Everything that attn_plan_attend needs; on the device, cu_seqlens_q never falls.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn attn_plan_list_query_blocks(
     plan: *const Plan,

@@ -139,7 +139,7 @@ pub(crate) fn device_steps<'a>(
 /// Attends, with rows in the GPU's memory: enqueues the step on `stream`. For a step that a CUDA graph captures, see attn_plan.
 ///
 /// # Safety
-/// As attn_cache_attend, with rows in device memory, aligned to 16 bytes, which stay until the work has run; queries are finite.
+/// Everything that attn_cache_attend needs, with rows in device memory, aligned to 16 bytes, which stay until the work has run; queries are finite.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn attn_cache_attend_on(
     cache: *mut Cache,

@@ -53,7 +53,7 @@ pub struct Ranges {
     pub struct_size: usize,
     /// Rows of K `[token][kv_heads][head_dim]`, those of the first range, then those of the next; NULL: V alone.
     pub k: *mut c_void,
-    /// The same of V; NULL: K alone.
+    /// Rows of V, as those of K; NULL: K alone.
     pub v: *mut c_void,
     /// An attn_dtype, of k and v.
     pub dtype: u32,
@@ -248,7 +248,7 @@ pub unsafe extern "C" fn attn_transfer_destroy(transfer: *mut Transfer) {
 /// as attn_plan_attend. `pages->lengths` are the cached tokens; the newest are read as a query of the last token would.
 ///
 /// # Safety
-/// As attn_plan_attend for `pages`; ranges are cached, row_starts do not fall, and k and v have room for their rows and lie apart from all else.
+/// Everything that attn_plan_attend needs for `pages`; ranges are cached, row_starts do not fall, and k and v have room for their rows and lie apart from all else.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn attn_transfer_export(
     transfer: *const Transfer,
@@ -291,7 +291,7 @@ pub unsafe extern "C" fn attn_transfer_export(
 /// integer formats these are the bits of one GPU over all tokens. The handle has the format, kv_heads and head_dim of the plans.
 ///
 /// # Safety
-/// As attn_plan_attend; `merge->max_sums` and `o` were left by launches of attn_plan_attend_spans, and `out` and `lse` overlap nothing else.
+/// Everything that attn_plan_attend needs; `merge->max_sums` and `o` were left by launches of attn_plan_attend_spans, and `out` and `lse` overlap nothing else.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn attn_transfer_merge_spans(
     transfer: *const Transfer,

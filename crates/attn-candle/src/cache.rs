@@ -24,7 +24,7 @@ pub struct QuantizedKvCache {
     cache: KvCache,
     device: Arc<attn::Device>,
     location: DeviceLocation,
-    /// Of each layer, heads and modifiers of its steps; their sequences are those of the step.
+    /// The heads and score modifiers of each layer; a step brings its sequences.
     problems: Vec<Problem>,
     all: Vec<usize>,
 }

@@ -156,7 +156,7 @@ fn handle(stream: &CudaStream) -> Stream {
     Stream::from_raw(stream.cu_stream().cast())
 }
 
-/// Of a tensor that is a [`TensorRows`].
+/// The number format of a tensor that is a [`TensorRows`].
 fn number_format(dtype: DType) -> Dtype {
     match dtype {
         DType::F16 => Dtype::F16,

@@ -50,7 +50,7 @@ fn bits(tensor: &Tensor) -> Vec<u32> {
     all.iter().map(|x| x.to_bits()).collect()
 }
 
-/// The same tensor on a GPU, in the same order of dimensions in memory.
+/// Copies a tensor to a GPU, in the same order of dimensions in memory.
 fn there(tensor: &Tensor, gpu: &Device) -> Tensor {
     let rows = tensor.transpose(1, 2).unwrap().contiguous().unwrap();
     rows.to_device(gpu).unwrap().transpose(1, 2).unwrap()

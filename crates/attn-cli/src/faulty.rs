@@ -19,13 +19,13 @@ pub struct Faulty {
 }
 
 impl Faulty {
-    /// As a backend to open.
+    /// The faulty backend, as opening it gives it.
     pub fn open(fault: Fault) -> Box<dyn DecodeAttention> {
         let inner = CpuBackend::open().expect("the CPU is there");
         Box::new(Faulty { inner, fault })
     }
 
-    /// As one that was selected because CUDA's is absent.
+    /// A selection of a sound backend after CUDA's was absent.
     pub fn after_another() -> Selection {
         let absent = Unsupported::Absent {
             backend: "cuda",
@@ -37,7 +37,7 @@ impl Faulty {
         selection
     }
 
-    /// As one that was selected.
+    /// A selection of the faulty backend.
     pub fn select(fault: Fault) -> Selection {
         Selection::new(BackendId::Cpu, Faulty::open(fault))
     }

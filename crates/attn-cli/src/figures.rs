@@ -29,7 +29,7 @@ pub struct Difference {
 }
 
 impl Difference {
-    /// Of one tensor.
+    /// The difference of one tensor.
     pub fn of(got: &[f32], want: &[f32]) -> Self {
         let mut difference = Difference::default();
         difference.add(got, want);

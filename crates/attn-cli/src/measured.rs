@@ -7,7 +7,7 @@ pub type Outcome = Result<Figures, String>;
 
 /// One workload on one device.
 pub struct Row {
-    /// Of the timer.
+    /// The number of the timer.
     pub device: usize,
     /// What was to be measured.
     pub workload: Workload,
@@ -33,7 +33,7 @@ pub struct Figures {
     pub measured: Measured,
     /// Microseconds of the work.
     pub us: f64,
-    /// Of the read.
+    /// Microseconds of the plain read.
     pub read_us: f64,
 }
 
@@ -48,7 +48,7 @@ impl Figures {
         }
     }
 
-    /// Of the read ceiling.
+    /// The share of the read ceiling that the step reaches.
     pub fn share(&self) -> f64 {
         self.read_us / self.us
     }

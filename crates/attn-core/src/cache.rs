@@ -168,7 +168,7 @@ impl KvCache {
         self.only_layer()?.check_queries(problem)
     }
 
-    /// The same for sequences that `table` lists.
+    /// Checks a problem's queries against the sequences that `table` lists.
     fn check_queries_of(&self, problem: &Problem, table: &PageTable) -> Result<(), Error> {
         let CacheConfig {
             format, page_size, ..

@@ -1,4 +1,4 @@
-//! What the crates say to a subscriber of [`tracing`](https://docs.rs/tracing): the targets of events and spans, and their fields.
+//! Events and spans for subscribers of [`tracing`](https://docs.rs/tracing): their targets and fields.
 //!
 //! Without a subscriber all is silent, and a call costs a load and a comparison. Events are at level `debug`, but for the choice of a backend, which is
 //! at `info`; steps have spans at level `trace` alone. Targets, messages and fields are part of the interface; more may come.

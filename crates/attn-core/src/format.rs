@@ -276,7 +276,7 @@ impl KvFormat {
     /// 4-bit K and V, rotated, with residuals for the newest tokens: half of fp8's bytes, and two thirds of its divergence.
     pub const INT4: KvFormat = KvFormat::same(Scheme::rotated_int4(1, Window::Two));
 
-    /// The same scheme for K and V.
+    /// A format with one scheme for both K and V.
     #[must_use]
     pub const fn same(scheme: Scheme) -> Self {
         KvFormat {

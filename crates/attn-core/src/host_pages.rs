@@ -244,7 +244,7 @@ pub trait HostStore: Send + Sync {
     /// The pages, to be written.
     fn pages_mut(&mut self) -> &mut HostPages;
 
-    /// As [`PageStore::append`].
+    /// Does what [`PageStore::append`] documents.
     ///
     /// # Errors
     /// Those of [`PageStore::append`].
@@ -259,7 +259,7 @@ pub trait HostStore: Send + Sync {
         self.pages_mut().append(access, layer, writes, k, v)
     }
 
-    /// As [`PageStore::write_pages`].
+    /// Does what [`PageStore::write_pages`] documents.
     ///
     /// # Errors
     /// Those of [`PageStore::write_pages`].
@@ -273,7 +273,7 @@ pub trait HostStore: Send + Sync {
         self.pages_mut().write_pages(access, layer, pages, bytes)
     }
 
-    /// As [`PageStore::as_any`]: the [`HostPages`], which is what readers of pages in host memory look for.
+    /// Returns the [`HostPages`], which readers of pages in host memory look for; see [`PageStore::as_any`].
     fn as_any(&self) -> &dyn Any {
         self.pages().as_any()
     }

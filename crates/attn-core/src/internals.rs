@@ -1,4 +1,4 @@
-//! What the project's own tests need; not for other users, and it may change in any release.
+//! Functions for the project's own tests; not for other users, and they may change in any release.
 
 use crate::{cache::KvCache, error::Error};
 

@@ -21,7 +21,7 @@ const MAX_SINK: f32 = 1e6;
 /// Most elements that a slice of f32 can hold.
 const MAX_ELEMENTS: usize = isize::MAX as usize / size_of::<f32>();
 
-/// Query tokens of a sequence from whose number on [`Arithmetic::Fast`] means anything, less one: steps of fewer are bound by memory.
+/// Steps with at most this many query tokens of each sequence ignore [`Arithmetic::Fast`]: they are bound by memory.
 const FEW_TOKENS: usize = 16;
 
 /// How a step of an integer format is computed.

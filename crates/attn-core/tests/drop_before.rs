@@ -270,7 +270,7 @@ fn steps_whose_windows_see_dropped_tokens_are_refused(
     }
 }
 
-/// Of residuals a step reads those that its window sees: so many of dropped pages are not missed.
+/// A step reads the residuals that its window sees, so that those of dropped pages are not missed.
 #[test]
 fn residuals_outside_the_window_are_not_missed() {
     let format: KvFormat = "int4-w4".parse().unwrap();

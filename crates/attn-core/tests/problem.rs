@@ -1,4 +1,4 @@
-//! What a problem may be: every range ends where its text says, and a step sees the tokens that its masks leave.
+//! The ranges of a problem end where their texts say, and a step sees the tokens that its masks leave.
 
 use attn_core::{Error, Heads, Problem, problem::HEAD_DIMS};
 use rstest::rstest;

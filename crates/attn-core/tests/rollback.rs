@@ -1,4 +1,4 @@
-//! What an engine asks of a cache beside appends: tokens taken back, room for the next step, any sequences in a batch.
+//! An engine takes tokens back, asks for room for the next step, and attends any sequences in a batch.
 
 use attn_core::{Append, CacheConfig, Error, Heads, HostPages, KvCache, KvSource, Plan, Problem};
 use rstest::rstest;

@@ -1,4 +1,4 @@
-//! What a decode step checks: the plan's problem, formats, lengths, and how large queries may be.
+//! A decode step checks the plan's problem, formats, lengths, and the magnitude of queries.
 
 use attn_core::{
     CacheConfig, DecodeAttention, DecodeStep, ElementIndex, Error, Heads, HostPages, KvCache,

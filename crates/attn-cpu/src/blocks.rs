@@ -71,13 +71,13 @@ trait Products: Copy {
     /// Section 4 for `R` rows from `row` on.
     ///
     /// # Safety
-    /// As for [`fold_tile`].
+    /// Those of [`fold_tile`].
     unsafe fn scores<const R: usize>(self, fetch: &mut Fetch, rows: &mut QueryRows, row: usize);
 
     /// Section 5's product with V of `R` rows from `row` on, folded into their states.
     ///
     /// # Safety
-    /// As for [`fold_tile`]; `weigh` has run for the rows.
+    /// Those of [`fold_tile`]; `weigh` has run for the rows.
     unsafe fn values<const R: usize>(self, fetch: &mut Fetch, rows: &mut QueryRows, row: usize);
 }
 
@@ -184,7 +184,7 @@ impl<D: Dot> Products for Lanes<'_, D> {
 /// products to do while it waits for the weights' chains, and what a block leaves for the next stage stays in the first-level cache.
 ///
 /// # Safety
-/// As for [`fold_tile`].
+/// Those of [`fold_tile`].
 #[inline(always)]
 unsafe fn fold_blocks<P: Products, const R: usize>(
     products: P,

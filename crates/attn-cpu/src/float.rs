@@ -164,7 +164,7 @@ unsafe fn values<S: Simd, const R: usize, const U: usize, const KIND: u8>(
 /// All dims of `R` rows.
 ///
 /// # Safety
-/// As for [`values`].
+/// Those of [`values`].
 #[inline(always)]
 unsafe fn all_values<S: Simd, const R: usize, const KIND: u8>(
     s: S,
@@ -197,7 +197,7 @@ unsafe fn all_values<S: Simd, const R: usize, const KIND: u8>(
 /// rows sees.
 ///
 /// # Safety
-/// As for [`fold_tile`]; every row of the run sees some token.
+/// Those of [`fold_tile`]; every row of the run sees some token.
 #[inline(always)]
 unsafe fn fold_values<S: Simd, const KIND: u8>(
     s: S,
@@ -264,7 +264,7 @@ pub(crate) unsafe fn fold_tile<S: Simd>(
 /// Folds one tile into the states of a run of rows, all of which see some of it.
 ///
 /// # Safety
-/// As for [`fold_tile`].
+/// Those of [`fold_tile`].
 #[allow(
     clippy::too_many_arguments,
     reason = "those of `fold_tile`, and the run"

@@ -99,7 +99,7 @@ unsafe fn k_products<
 /// The sums of [`k_products`] for a whole step, a token to a lane.
 ///
 /// # Safety
-/// As for [`k_products`].
+/// Those of [`k_products`].
 #[inline(always)]
 unsafe fn k_sums<D: Dot, const R: usize, const NIBBLES: bool, const FIRST: usize>(
     d: D,
@@ -175,10 +175,10 @@ pub(crate) unsafe fn scores<D: Dot, const R: usize, const NIBBLES: bool>(
     }
 }
 
-/// The same from codes that were unpacked for many rows.
+/// Scores of rows from codes that were unpacked for many rows.
 ///
 /// # Safety
-/// As for [`scores`]; `codes` are the tile's.
+/// Those of [`scores`]; `codes` are the tile's.
 #[inline(always)]
 pub(crate) unsafe fn scores_of_lanes<D: Dot, const R: usize, const NIBBLES: bool>(
     d: D,
@@ -369,7 +369,7 @@ unsafe fn v_products<D: Dot, const R: usize, const NIBBLES: bool, const FIRST: u
 /// The sums of [`v_products`] for a whole step, a dim to a lane.
 ///
 /// # Safety
-/// As for [`v_products`].
+/// Those of [`v_products`].
 #[inline(always)]
 unsafe fn v_sums<D: Dot, const R: usize, const NIBBLES: bool, const FIRST: usize>(
     d: D,
@@ -396,7 +396,7 @@ unsafe fn v_sums<D: Dot, const R: usize, const NIBBLES: bool, const FIRST: usize
 /// Section 5's product with V for `R` rows, folded into their states (section 6).
 ///
 /// # Safety
-/// As for [`scores`]; [`weigh`](crate::weights::weigh) has run for these rows.
+/// Those of [`scores`]; [`weigh`](crate::weights::weigh) has run for these rows.
 #[inline(always)]
 pub(crate) unsafe fn values<D: Dot, const R: usize, const NIBBLES: bool>(
     d: D,
@@ -429,10 +429,10 @@ pub(crate) unsafe fn values<D: Dot, const R: usize, const NIBBLES: bool>(
     }
 }
 
-/// The same from codes that were unpacked for many rows, `V` vectors of dims at once.
+/// Values of rows from codes that were unpacked for many rows, `V` vectors of dims at once.
 ///
 /// # Safety
-/// As for [`values`]; `codes` are the tile's, and `V` vectors divide a group's dims.
+/// Those of [`values`]; `codes` are the tile's, and `V` vectors divide a group's dims.
 #[inline(always)]
 pub(crate) unsafe fn values_of_lanes<
     D: Dot,
@@ -488,7 +488,7 @@ struct Fold<const R: usize> {
 }
 
 impl<const R: usize> Fold<R> {
-    /// Of rows for which `weigh` has run; a row that sees nothing is folded where nobody reads.
+    /// How rows are folded for which `weigh` has run; a row that sees nothing is folded into a place that is never read.
     #[inline(always)]
     fn of(tile: &Tile, rows: &mut QueryRows, row: usize, g: usize) -> Self {
         let (dim, at) = (rows.dim, g * rows.stride() + row);

@@ -108,7 +108,7 @@ struct Steps {
 }
 
 impl Steps {
-    /// Of vector `vector + further`, counted in steps.
+    /// The offset of vector `vector + further`, counted in steps.
     #[inline(always)]
     fn at(self, further: usize) -> usize {
         ((self.vector + further) * self.parts + self.part) * 4

@@ -351,7 +351,7 @@ fn fp8_code(magnitude: f32, x: f32) -> u8 {
     (code | x.to_bits() >> 24 & 0x80) as u8
 }
 
-/// As [`decide_ties`].
+/// Decides ties of fp8 codes, as [`decide_ties`] does those of integers.
 #[cold]
 fn decide_fp8_ties(x: &[f32], scale: f32, codes: &mut [u8]) {
     let scales = split(scale);

@@ -20,7 +20,7 @@ const PIECE: usize = 64;
 /// Pools of pages whose bytes are those of [`HostPages`].
 pub(crate) struct CpuPages {
     pages: HostPages,
-    /// Of each layer.
+    /// The writers of each layer.
     writers: Vec<RowWriter>,
     threads: Threads,
 }

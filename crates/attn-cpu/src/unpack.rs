@@ -104,7 +104,7 @@ pub(crate) unsafe fn join<S: Simd>(s: S, codes: *const u8, residuals: *const u8,
 /// Turns 8-bit rows of V into panels of 16 tokens in the order of `slot`.
 ///
 /// # Safety
-/// As for [`copy`]; what stands for tokens from `tokens` on is any of the others.
+/// Those of [`copy`]; what stands for tokens from `tokens` on is any of the others.
 #[inline(always)]
 pub(crate) unsafe fn turn_rows<S: Simd>(
     s: S,
@@ -229,7 +229,7 @@ pub(crate) unsafe fn widen_turned<S: Simd, const KIND: u8>(
 /// V of 4 bits, turned: a row holds dims i and i + 8 of each 16.
 ///
 /// # Safety
-/// As for [`widen_turned`], with `dim/2` rows.
+/// Those of [`widen_turned`], with `dim/2` rows.
 #[inline(always)]
 pub(crate) unsafe fn widen_turned_pairs<S: Simd>(s: S, places: &[*const u8; 4], job: &Unpack<'_>) {
     let (mask, blocks) = (s.i_splat(0x0f0f_0f0f), job.dim / 16);

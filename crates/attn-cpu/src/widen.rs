@@ -2,7 +2,7 @@
 
 use crate::simd::Simd;
 
-/// As `Float`, for a const parameter.
+/// The number of `Float::F16` as a const parameter.
 pub(crate) const F16: u8 = 0;
 pub(crate) const BF16: u8 = 1;
 pub(crate) const F32: u8 = 2;

@@ -135,7 +135,7 @@ impl CudaBackend {
             .ok_or(FOREIGN_CACHE)
     }
 
-    /// The same store, which has the layer.
+    /// The store that has the layer.
     pub(crate) fn store_of<'a>(&self, layer: CacheLayer<'a>) -> Result<&'a CudaPages, Error> {
         let store = self.store(layer.cache())?;
         let own = Some(store).filter(|store| store.has_layer(layer.index()));

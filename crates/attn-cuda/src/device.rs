@@ -401,7 +401,7 @@ impl LoadedKernel {
     /// Enqueues the kernel, its CTAs of several teams or in clusters.
     ///
     /// # Safety
-    /// As [`LoadedKernel::launch`].
+    /// Those of [`LoadedKernel::launch`].
     pub(crate) unsafe fn launch_teams(
         &self,
         stream: sys::CUstream,

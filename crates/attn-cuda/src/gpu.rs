@@ -35,7 +35,7 @@ impl CudaBackend {
     /// `ATTN_KERNELS` are read in any case.
     ///
     /// # Errors
-    /// As [`CudaBackend::open`].
+    /// Those of [`CudaBackend::open`].
     ///
     /// ```no_run
     /// use attn_cuda::{CudaBackend, Options};

@@ -48,7 +48,7 @@ pub enum Origin {
 }
 
 impl Origin {
-    /// As events have it.
+    /// The name that events have.
     pub fn name(self) -> &'static str {
         match self {
             Origin::Embedded => "embedded",

@@ -35,7 +35,7 @@ impl<'a> Upload<'a> {
     /// Offset of a part to copy.
     ///
     /// # Errors
-    /// As [`Upload::reserve`].
+    /// Those of [`Upload::reserve`].
     pub(crate) fn add(&mut self, bytes: &'a [u8]) -> Result<usize, Error> {
         let at = self.reserve(bytes.len())?;
         self.parts.push((at, bytes));
@@ -74,7 +74,7 @@ impl Words for u32 {}
 impl Words for u16 {}
 impl Words for QueryBlock {}
 
-/// The same memory as bytes.
+/// A slice's memory as bytes.
 pub(crate) fn bytes_of<T: Words>(x: &[T]) -> &[u8] {
     // SAFETY: `Words` are plain numbers without padding, and a byte has no alignment.
     unsafe { std::slice::from_raw_parts(x.as_ptr().cast(), size_of_val(x)) }

@@ -33,7 +33,7 @@ pub fn fuzz(u: &mut Unstructured<'_>) -> Result<(), String> {
     fuzz_import(u, convert::import)
 }
 
-/// The same for another import.
+/// Fuzzes another import in place of the library's.
 ///
 /// # Errors
 /// What does not hold.

@@ -67,7 +67,7 @@ pub fn fuzz(u: &mut Unstructured<'_>) -> Result<(), String> {
     fuzz_doors(u, &DOORS)
 }
 
-/// The same for other functions.
+/// Fuzzes other functions in place of the library's.
 ///
 /// # Errors
 /// What does not hold.

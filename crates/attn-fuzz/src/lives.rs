@@ -24,7 +24,7 @@ pub fn fuzz(u: &mut Unstructured<'_>) -> Result<(), String> {
     fuzz_backends(u, &CPU)
 }
 
-/// The same for other backends.
+/// Fuzzes other backends in place of the library's.
 ///
 /// # Errors
 /// What does not hold.

@@ -212,9 +212,9 @@ impl Numbers {
 pub struct Side {
     /// How it is stored.
     pub scheme: Scheme,
-    /// As it is read without residuals.
+    /// The values that a row reads without residuals.
     pub coarse: Numbers,
-    /// As it is read with residuals, where there are any; empty if the scheme has no window.
+    /// The values that a row reads with residuals; empty if the scheme has no window.
     pub fine: Numbers,
 }
 

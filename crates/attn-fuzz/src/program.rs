@@ -39,7 +39,7 @@ pub fn fuzz(u: &mut Unstructured<'_>) -> Result<(), String> {
     fuzz_program(u, &program()?)
 }
 
-/// The same for another program.
+/// Fuzzes another program in place of `attn`.
 ///
 /// # Errors
 /// What does not hold.

@@ -25,7 +25,7 @@ pub fn fuzz(u: &mut Unstructured<'_>) -> Result<(), String> {
     fuzz_check(u, CacheConfig::check)
 }
 
-/// The same for another check.
+/// Fuzzes another check in place of the library's.
 ///
 /// # Errors
 /// What does not hold.

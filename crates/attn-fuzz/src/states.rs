@@ -16,7 +16,7 @@ pub fn fuzz(u: &mut Unstructured<'_>) -> Result<(), String> {
     fuzz_merge(u, AttnState::merge_state)
 }
 
-/// The same for another merge.
+/// Fuzzes another merge in place of the library's.
 ///
 /// # Errors
 /// What does not hold.

@@ -26,7 +26,7 @@ pub fn fuzz(u: &mut Unstructured<'_>) -> Result<(), String> {
     fuzz_with(u, subject)
 }
 
-/// The same for another preprocessor.
+/// Fuzzes another preprocessor in place of the library's.
 ///
 /// # Errors
 /// What does not hold.

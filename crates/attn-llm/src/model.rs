@@ -40,12 +40,12 @@ pub struct Piece<'a> {
     pub tokens: &'a [u32],
 }
 
-/// Of which tokens the next one's logits are wanted.
+/// The tokens after which the next one's logits are wanted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Wanted {
-    /// Of each piece's last token.
+    /// Each piece's last token.
     Last,
-    /// Of every token.
+    /// Every token.
     All,
 }
 

@@ -123,7 +123,7 @@ const MAX_PIECE: usize = 1024;
 
 /// Contractions, words, numbers of up to three digits, punctuation and space, as Llama 3 splits them.
 const LLAMA3: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
-/// The same with single digits, as Qwen 2 splits them.
+/// How Qwen 2 splits text: as Llama 3, with single digits.
 const QWEN2: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 
 impl GgufVocabulary {

@@ -10,7 +10,7 @@ use candle_core::quantized::{GgmlDType, gguf_file};
 use model::*;
 use serde_json::{Value, json};
 
-/// Of as many tokens as show each window and each scaling.
+/// Enough tokens to show each window and each scaling.
 const TOKENS: usize = 70;
 
 /// How far the logits of a file's model are from those of the formulas.

@@ -43,7 +43,7 @@ pub struct Cache {
 pub struct StepOptions {
     sequences: Vec<usize>,
     q_lens: Vec<usize>,
-    /// Of shards: the tokens of each sequence that follow in others; else none.
+    /// The tokens of each sequence that follow in other shards; empty without shards.
     tokens_after: Vec<usize>,
     layer: usize,
     modifiers: Modifiers,

@@ -54,7 +54,7 @@ impl WgpuBackend {
     /// Opens an adapter with these options, and reads none of their environment variables; never panics.
     ///
     /// # Errors
-    /// As [`WgpuBackend::open`].
+    /// Those of [`WgpuBackend::open`].
     ///
     /// ```no_run
     /// use attn_wgpu::{Options, WgpuBackend};
@@ -165,7 +165,7 @@ impl WgpuBackend {
         self.prepare_sequences(problem, layer, layer.table())
     }
 
-    /// The same for sequences of the layer that `table` lists; the step's queries have been checked.
+    /// Prepares a step over the sequences of the layer that `table` lists; the step's queries have been checked.
     fn prepare_sequences(
         &self,
         problem: &Problem,

@@ -27,7 +27,7 @@ pub fn products_kernel(backend: &WgpuBackend) -> Result<wgpu::ComputePipeline, E
 /// Records a step without its merge, for benchmarks; `buffers` are q, out and lse.
 ///
 /// # Errors
-/// As [`WgpuBackend::record`].
+/// Those of [`WgpuBackend::record`].
 pub fn record_split(
     backend: &WgpuBackend,
     encoder: &mut wgpu::CommandEncoder,

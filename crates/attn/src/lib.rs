@@ -79,7 +79,7 @@ fn tell_chosen(backend: &dyn DecodeAttention) {
     events::chosen(info.backend, &info.name, &info.detail);
 }
 
-/// Opens one backend and tells nobody.
+/// Opens a backend without logging the choice.
 fn open_backend(id: BackendId) -> Result<Box<dyn DecodeAttention>, Unsupported> {
     match id {
         #[cfg(feature = "cuda-unversioned")]

@@ -37,7 +37,7 @@ pub enum Kernel {
     LowLatencyGlobal,
     /// `many_rows.cu`: more than eight query rows to each KV head, up to whole prompts. A row warp is a warpgroup there, of eight row groups.
     ManyRows,
-    /// The same, whose teams take whole work items: where these are many, or leave no team without work for long.
+    /// `many_rows.cu` whose teams take whole work items: where these are many, or leave no team without work for long.
     ManyRowsWhole,
 }
 
@@ -58,9 +58,9 @@ impl Kernel {
 pub enum KvLayout {
     /// In the library's pages, of so many tokens.
     Pages(usize),
-    /// As rows of whole sequences, at any strides: a contiguous cache.
+    /// Rows of whole sequences, at any strides: a contiguous cache.
     Rows,
-    /// As rows at any strides, in pages of so many tokens that a page table names: the paged cache of another engine.
+    /// Rows at any strides, in pages of so many tokens that a page table names: the paged cache of another engine.
     PagedRows(usize),
 }
 

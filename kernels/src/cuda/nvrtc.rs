@@ -410,7 +410,7 @@ mod tests {
         }
     }
 
-    /// The same path, relative to the current directory.
+    /// The path, made relative to the current directory.
     fn relative(path: &Path) -> PathBuf {
         let here = env::current_dir().unwrap();
         let up = here.components().skip(1).map(|_| "..");

@@ -70,7 +70,7 @@ impl Shape {
             .or_else(|| smaller().find_map(|warps| self.split_kv_of(warps, 1, shared_limit)))
     }
 
-    /// As many CTAs and stages as fit, with `least` stages at least where there is one CTA.
+    /// A configuration with as many CTAs and stages as fit, with `least` stages at least where there is one CTA.
     fn split_kv_of(
         &self,
         (row_groups, row_warps): (usize, usize),
@@ -299,7 +299,7 @@ pub fn dequantized(
     wanted.then_some(attended)
 }
 
-/// The same, whether it is faster or not.
+/// What is dequantized first, whether that is faster or not.
 pub(crate) fn dequantized_as(
     problem: &Problem,
     format: KvFormat,

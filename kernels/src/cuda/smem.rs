@@ -35,7 +35,7 @@ pub(crate) struct Stage {
     pub(crate) least: usize,
     /// What codes are turned into by `many_rows.cu`.
     unpacked: Unpacked,
-    /// Of a row of V that is turned back, or 0.
+    /// Bytes of a row of V that is turned back, or 0.
     rotated_row: usize,
     bytes: usize,
     align: usize,

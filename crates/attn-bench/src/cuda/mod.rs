@@ -64,7 +64,7 @@ struct Step {
     out: CudaSlice<u16>,
     lse: CudaSlice<f32>,
     kv_lens: CudaSlice<i32>,
-    /// As numbers; none where the plan has none.
+    /// The list of query blocks as numbers; `None` where the plan has none.
     query_blocks: Option<CudaSlice<i32>>,
     workspace: CudaSlice<u8>,
     scales: [DeviceAddress; 2],
@@ -188,7 +188,7 @@ impl CudaTimer {
         Ok(arena.unwrap_or_default())
     }
 
-    /// As many copies of a cache of `cache_bytes` as the workload's work has to rotate over.
+    /// Makes as many copies of a cache of `cache_bytes` as the workload's work has to rotate over.
     fn rotate(&mut self, workload: &Workload, cache_bytes: usize) -> Result<Rotation, Error> {
         let copy_bytes = cache_bytes.max(workload.bytes()).next_multiple_of(256);
         let copies = match workload.operation {
@@ -432,7 +432,7 @@ impl Prepared<'_> {
         self.time(&self.work, iters)
     }
 
-    /// Likewise for the read.
+    /// The time of so many plain reads.
     ///
     /// # Errors
     /// [`Error::Device`].

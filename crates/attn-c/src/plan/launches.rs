@@ -127,10 +127,10 @@ pub unsafe extern "C" fn attn_plan_attend(
 
 /// Attends shards of the sequences, for a plan with attn_plan_config.spans: enqueues the step on `stream`, which leaves the states of the shards' spans.
 /// What all shards leave, one behind the other, attn_transfer_merge_spans makes into results: for integer formats the bits of one GPU over all tokens.
-/// Of `rows`, q and its dtype are read.
+/// Of `rows` only q and its dtype are read.
 ///
 /// # Safety
-/// As attn_plan_attend; `spans` has room for attn_plan_info.spans states of each row. On the device, a shard with tokens_after is whole spans of 1024.
+/// Everything that attn_plan_attend needs; `spans` has room for attn_plan_info.spans states of each row. On the device, a shard with tokens_after is whole spans of 1024.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn attn_plan_attend_spans(
     plan: *const Plan,
@@ -178,7 +178,7 @@ pub unsafe extern "C" fn attn_plan_attend_spans(
 /// attn_plan_config.rotary then.
 ///
 /// # Safety
-/// As attn_plan_attend; nothing else is enqueued between what wrote the pages before and this; every page that a new token touches belongs to its
+/// Everything that attn_plan_attend needs; nothing else is enqueued between what wrote the pages before and this; every page that a new token touches belongs to its
 /// sequence alone.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn attn_plan_step(
@@ -225,7 +225,7 @@ pub unsafe extern "C" fn attn_plan_step(
 /// rotated by its positions before it is stored, and the queries of the same tokens beside it; the plan was created with attn_plan_config.rotary then.
 ///
 /// # Safety
-/// As attn_plan_attend; on the device, slots are in the pool, no two are the same, and their pages belong to one sequence each; K and V are finite, and
+/// Everything that attn_plan_attend needs; on the device, slots are in the pool, no two are the same, and their pages belong to one sequence each; K and V are finite, and
 /// the positions of tokens with slots are rows of cos_sin.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn attn_plan_append_slots(

@@ -61,7 +61,7 @@ fn rate(row: &Row, us: f64) -> String {
     }
 }
 
-/// The same figures as JSON.
+/// A row's figures as JSON.
 pub(super) fn value(row: &Row, device: &str, bf16: Option<f64>) -> Value {
     let bytes = row.workload.bytes() as f64;
     let mut value = json!({ "device": device, "shape": row.workload.to_string(), "bytes": bytes });

@@ -149,7 +149,7 @@ pub fn gguf() -> Vec<u8> {
     file.0
 }
 
-/// The same model's files as huggingface.co has them, with safetensors in parts.
+/// The model's files as huggingface.co has them, with safetensors in parts.
 #[cfg(feature = "hub")]
 pub fn safetensors() -> std::collections::HashMap<String, Vec<u8>> {
     use safetensors::{Dtype, tensor::TensorView};

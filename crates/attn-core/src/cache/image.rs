@@ -64,10 +64,10 @@ pub struct SequenceImage<'a> {
 /// What an image's header says.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Description {
-    /// Of each layer.
+    /// The pages of each layer.
     pages: SequencePages,
     layers: usize,
-    /// Of K and of V, one layer behind the other.
+    /// Static scales of K and of V, one layer behind the other.
     tensor_scales: [Vec<f32>; 2],
 }
 
@@ -105,7 +105,7 @@ impl<'a> SequenceImage<'a> {
         &self.bytes
     }
 
-    /// The same bytes, owned.
+    /// The image's bytes, owned.
     #[must_use]
     pub fn into_bytes(self) -> Vec<u8> {
         self.bytes.into_owned()
@@ -148,7 +148,7 @@ impl<'a> SequenceImage<'a> {
 }
 
 impl Description {
-    /// Of these pages of a cache.
+    /// The description of these pages of a cache with this configuration.
     pub fn new(pages: SequencePages, config: &CacheConfig) -> Self {
         Description {
             pages,

@@ -101,7 +101,7 @@ impl<'a> CacheLayer<'a> {
         self.check_queries_of(problem, self.table())
     }
 
-    /// The same for sequences that `table` lists.
+    /// Checks a problem's queries against the sequences that `table` lists.
     pub(crate) fn check_queries_of(
         self,
         problem: &Problem,

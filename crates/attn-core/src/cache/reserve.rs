@@ -17,7 +17,7 @@ pub(super) struct OpenStep {
     grown: Vec<Grown>,
     recycled: Vec<Recycled>,
     writes: Vec<TokenWrite>,
-    /// Of each layer.
+    /// Whether each layer has been written.
     written: Vec<bool>,
 }
 

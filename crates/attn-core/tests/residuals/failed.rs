@@ -1,4 +1,4 @@
-//! What failures leave of residual pages, and what comes back of pages that were read.
+//! Residual pages after failed calls, and after pages that were read come back.
 
 use std::sync::{
     Arc,

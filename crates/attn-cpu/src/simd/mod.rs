@@ -63,11 +63,11 @@ pub(crate) trait Simd: Copy {
 
     /// Interleaves bytes inside each row: of the first halves of `a`'s and `b`'s rows, then of the second.
     fn zip_8(self, a: Self::I, b: Self::I) -> [Self::I; 2];
-    /// The same by 16 bits.
+    /// Interleaves two vectors by 16 bits.
     fn zip_16(self, a: Self::I, b: Self::I) -> [Self::I; 2];
-    /// The same by 32 bits.
+    /// Interleaves two vectors by 32 bits.
     fn zip_32(self, a: Self::I, b: Self::I) -> [Self::I; 2];
-    /// The same by 64 bits: first halves together, second halves together.
+    /// Interleaves two vectors by 64 bits: first halves together, second halves together.
     fn zip_64(self, a: Self::I, b: Self::I) -> [Self::I; 2];
 
     /// # Safety
@@ -84,7 +84,7 @@ pub(crate) trait Simd: Copy {
     /// # Safety
     /// `4·LANES` bytes are writable at `p`.
     unsafe fn i_store(self, p: *mut u8, a: Self::I);
-    /// The same 16 bytes in every row.
+    /// Loads 16 bytes into every row.
     ///
     /// # Safety
     /// 16 bytes are readable at `p`.
@@ -104,7 +104,7 @@ pub(crate) trait Simd: Copy {
     fn add(self, a: Self::F, b: Self::F) -> Self::F;
     fn sub(self, a: Self::F, b: Self::F) -> Self::F;
     fn mul(self, a: Self::F, b: Self::F) -> Self::F;
-    /// Of finite numbers; which zero comes out of two is free.
+    /// The larger of two finite numbers; which zero comes out of two is free.
     fn max(self, a: Self::F, b: Self::F) -> Self::F;
     fn abs(self, a: Self::F) -> Self::F;
     /// The smallest integers that are no smaller.
@@ -129,7 +129,7 @@ pub(crate) trait Simd: Copy {
     }
     /// Lanes `start..end`, and `other` in the rest.
     fn keep(self, a: Self::F, start: i32, end: i32, other: f32) -> Self::F;
-    /// As `i_rows`, each row summed by halves: lanes 0 + 2, 1 + 3, then both.
+    /// Sums of rows as `i_rows` gives them, each row summed by halves: lanes 0 + 2, 1 + 3, then both.
     fn rows(self, v: [Self::F; 4]) -> Self::F;
     /// Sums neighbouring rows 2i and 2i + 1 lane by lane: those of `a`, then those of `b`.
     fn row_pairs(self, a: Self::F, b: Self::F) -> Self::F;
@@ -140,13 +140,13 @@ pub(crate) trait Simd: Copy {
     /// # Safety
     /// `LANES` floats are writable at `p`.
     unsafe fn store(self, p: *mut f32, a: Self::F);
-    /// The same 8 floats in every pair of rows.
+    /// Loads 8 floats into every pair of rows.
     ///
     /// # Safety
     /// 8 floats are readable at `p`.
     unsafe fn load_8(self, p: *const f32) -> Self::F;
 
-    /// The same, of `ROWS/2` panels at `a` and `b`; two rows read `a` alone.
+    /// Loads floats of `ROWS/2` panels at `a` and `b`; two rows read `a` alone.
     ///
     /// # Safety
     /// 8 floats are readable at each.
@@ -255,7 +255,7 @@ pub(crate) unsafe fn scale_and_shift<S: Simd>(s: S, p: *const u8, centre: f32) -
     (scale, s.add(shift, s.mul(scale, s.splat(centre))))
 }
 
-/// The same four bytes in every lane.
+/// Loads four bytes into every lane.
 ///
 /// # Safety
 /// They are readable at `p`.
@@ -304,20 +304,20 @@ pub(crate) trait Dot: Copy {
     /// # Safety
     /// `Self::OPERAND` bytes are readable at `p`.
     unsafe fn operand(self, p: *const u8) -> Self::Operand;
-    /// The same for products with nibbles.
+    /// Loads the operand of products with nibbles.
     ///
     /// # Safety
-    /// As for [`operand`](Dot::operand).
+    /// Those of [`operand`](Dot::operand).
     unsafe fn nibble_operand(self, p: *const u8) -> Self::NibbleOperand;
     /// Values `4·i..4·i + 4` of an operand in every lane, for codes of [`LaneCodes`](crate::lanes::LaneCodes).
     ///
     /// # Safety
-    /// As for [`operand`](Dot::operand); `i < 4`.
+    /// Those of [`operand`](Dot::operand); `i < 4`.
     unsafe fn lane_operand(self, p: *const u8, i: usize) -> Self::Operand;
-    /// The same for products with nibbles.
+    /// Loads a lane's operand of products with nibbles.
     ///
     /// # Safety
-    /// As for [`lane_operand`](Dot::lane_operand).
+    /// Those of [`lane_operand`](Dot::lane_operand).
     unsafe fn lane_nibble_operand(self, p: *const u8, i: usize) -> Self::NibbleOperand;
     /// Adds products of codes with values of a query: four neighbours to a lane.
     fn k_dot(
@@ -326,7 +326,7 @@ pub(crate) trait Dot: Copy {
         codes: Self::Codes,
         operand: Self::Operand,
     ) -> <Self::S as Simd>::I;
-    /// The same with weights.
+    /// Adds products of V's codes with weights.
     fn v_dot(
         self,
         acc: <Self::S as Simd>::I,
@@ -340,7 +340,7 @@ pub(crate) trait Dot: Copy {
         codes: Self::Nibbles,
         operand: Self::NibbleOperand,
     ) -> <Self::S as Simd>::I;
-    /// The same with weights.
+    /// Adds products of V's nibbles with weights.
     fn v_nibbles(
         self,
         run: <Self::S as Simd>::I,

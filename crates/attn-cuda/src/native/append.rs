@@ -193,7 +193,7 @@ impl CudaBackend {
         })
     }
 
-    /// As [`CudaBackend::prepare_append`], and loads the kernel of appends with [`AppendArgs::rotary`] or [`SlotAppendArgs::rotary`](super::SlotAppendArgs::rotary).
+    /// Prepares appends as [`CudaBackend::prepare_append`] does, and loads the kernel of appends with [`AppendArgs::rotary`] or [`SlotAppendArgs::rotary`](super::SlotAppendArgs::rotary).
     ///
     /// # Errors
     /// Those of [`CudaBackend::prepare_append`].

@@ -25,13 +25,13 @@ pub struct Dequantized {
     /// Pages of each sequence, without those with residuals.
     pages_each: usize,
     page_bytes: usize,
-    /// Of all pages.
+    /// Bytes of all pages.
     bytes: usize,
     /// Tiles that a row reads with residuals.
     window: usize,
     /// Whether pages keep their format: residuals then stay apart, and scales what they are.
     keeps_format: bool,
-    /// Whether K was rounder than f16.
+    /// Whether K was stored with fewer bits than f16.
     rounds_queries: bool,
 }
 

@@ -36,7 +36,7 @@ pub struct LaunchPlan {
     /// Pages that a launch makes of the cache, and that the others attend in its place.
     pub dequantized: Option<Dequantized>,
     layout: KvLayout,
-    /// Of the library's pages, where these are attended.
+    /// The layout of a page; `None` if the cache is rows of another engine.
     pages: Option<PageLayout>,
     /// Blocks of query tokens that the host knows.
     query_blocks: Vec<QueryBlock>,

@@ -269,10 +269,10 @@ pub(crate) unsafe fn launch_decode(
     unsafe { launch_decode_as(device, plan, stream, args, appended, None) }
 }
 
-/// The same; with `spans` for a plan that leaves the states of spans there.
+/// Launches a decode; with `spans`, a plan's launch leaves the states of its spans there.
 ///
 /// # Safety
-/// As [`launch_decode`]; with `spans` [`CudaBackend::attend_spans_on`].
+/// Those of [`launch_decode`], and with `spans` those of [`CudaBackend::attend_spans_on`].
 pub(crate) unsafe fn launch_decode_as(
     device: &Device,
     plan: &NativePlan,
@@ -394,7 +394,7 @@ impl CudaBackend {
         self.plan(PlanKind::Known, problem, format, layout)
     }
 
-    /// As [`CudaBackend::prepare`], for steps whose sequences bring any numbers of query tokens: what the problem says of `q_lens` is how many
+    /// Prepares, as [`CudaBackend::prepare`] does, for steps whose sequences bring any numbers of query tokens: what the problem says of `q_lens` is how many
     /// sequences and how many query tokens in all there are at most, and the most that one sequence mostly has, for which the kernel is chosen.
     /// [`CudaBackend::query_blocks_on`] tells launches how the tokens are shared.
     ///

@@ -18,9 +18,9 @@ const MOST_TOKENS: usize = 1 << 25;
 pub enum PlanKind {
     /// The query tokens of each sequence that the problem says.
     Known,
-    /// As many query tokens as the problem's in all, of which each sequence brings any number: by a list that the device makes.
+    /// Each sequence brings any number of query tokens, as many as the problem's in all: the device lists the blocks.
     Ragged,
-    /// As known, of shards of sequences: launches leave the states of their spans.
+    /// The query tokens are known, sequences are shards: launches leave the states of their spans.
     Spans,
 }
 
@@ -30,7 +30,7 @@ pub(super) enum Blocks {
     Sequences,
     /// Some query tokens of a sequence, as the list says.
     Listed(Vec<QueryBlock>),
-    /// The same, by a list of so many entries that the device makes.
+    /// The device makes the list, of so many entries.
     OnDevice(usize),
 }
 
@@ -105,7 +105,7 @@ impl<'a> Launched<'a> {
         }
     }
 
-    /// The caller's preferences, without kernels that take a block's place for its sequence's.
+    /// The caller's preferences, restricted to kernels that index blocks and sequences separately.
     pub(super) fn preferences(&self, given: &Preferences) -> Preferences {
         let mut preferences = *given;
         if !matches!(self.blocks, Blocks::Sequences) {

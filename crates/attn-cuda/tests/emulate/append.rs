@@ -48,7 +48,7 @@ const KINDS: [Shape; 18] = [
 
 type Shape = (&'static str, usize, usize, usize);
 
-/// As [`KINDS`], and how tokens are rotated.
+/// Kinds of caches as in [`KINDS`], and how tokens are rotated.
 const ROTATED: [(Shape, Kind); 10] = {
     use RotaryStyle::{HalfSplit, Interleaved};
     const fn kind(style: RotaryStyle, dim: usize, table: Dtype, q_heads: usize) -> Kind {
@@ -368,7 +368,7 @@ impl Job {
         Ok(launch.and_then(|launch| launch.difference(bytemuck::cast_slice(&launch.out))))
     }
 
-    /// The same tokens in one launch, each with its slot; one between two sequences is skipped. How rotated queries differ, if they do.
+    /// Appends the tokens in one launch, each with its slot; one between two sequences is skipped. Returns how rotated queries differ, if they do.
     fn emulate_by_slots(
         &self,
         kernels: &Kernels,

@@ -34,7 +34,7 @@ use crate::{
 
 /// Tiles times heads and row blocks that one shape may have: seconds, as every lane of every warp is a fiber.
 const LARGEST: usize = 160;
-/// The same on a larger GPU, where there are many sequences or long ones: cuts between many CTAs, merges that they share.
+/// The largest shape on a larger GPU, where there are many sequences or long ones: cuts between many CTAs, merges that they share.
 const LARGEST_OF_MANY: usize = 700;
 /// Tokens of a long sequence.
 const LONG: usize = 3000;
@@ -55,7 +55,7 @@ struct Inputs {
     /// The cache's pages, and one of zeros.
     pool: Vec<u128>,
     lens: Vec<i32>,
-    /// Of a cache.
+    /// The page tables of a cache.
     tables: Tables,
     slopes: Vec<f32>,
     workspace: Vec<u64>,

@@ -104,10 +104,10 @@ impl Kernels {
         unsafe { self.run_as(Arch::Sm90a, instance, params, grid, threads) }
     }
 
-    /// The same of another GPU's kernel.
+    /// Runs one launch of another GPU's kernel to its end.
     ///
     /// # Safety
-    /// As [`Self::run`].
+    /// Those of [`Self::run`].
     unsafe fn run_as<P>(
         &self,
         arch: Arch,

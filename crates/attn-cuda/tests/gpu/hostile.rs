@@ -68,7 +68,7 @@ fn equal(what: &str, got: &(Vec<f32>, Vec<f32>), want: &(Vec<f32>, Vec<f32>)) ->
     }
 }
 
-/// The same page-locked memory, which the driver copies from while the caller goes on.
+/// Numbers in page-locked memory, which the driver copies from while the caller goes on.
 fn pinned<T: DeviceRepr + ValidAsZeroBits + Copy>(
     gpu: &CudaBackend,
     x: &[T],

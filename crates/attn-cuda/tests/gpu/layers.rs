@@ -30,7 +30,7 @@ fn rows(seed: u64, layer: usize, tokens: usize) -> [Vec<f32>; 2] {
     [0, 50].map(|side| noise(seed + side + 1000 * layer as u64, tokens * ROW))
 }
 
-/// The same cache on both devices, and what its steps on the GPU keep.
+/// One cache on each device with the same tokens, and what its steps on the GPU keep.
 struct Pair<'a> {
     gpu: &'a CudaBackend,
     cpu: CpuBackend,

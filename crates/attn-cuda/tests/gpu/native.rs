@@ -334,7 +334,7 @@ impl<'a> Engine<'a> {
         self.compare_with(&self.problem, q, what)
     }
 
-    /// The same where sequences bring the query tokens of `problem`: the first rows of `out`.
+    /// Compares the first rows of `out`, where sequences bring the query tokens of `problem`.
     pub(super) fn compare_with(&self, problem: &Problem, q: &[f32], what: &str) -> Result<()> {
         let mut problem = problem.clone();
         problem.kv_lens = self.lens.to_vec();
