@@ -116,7 +116,7 @@ fn what_does_not_go_with_the_open_step_is_refused_and_changes_nothing() {
     refused(
         write(&handles, 0, &tokens(&bad, &v)),
         Status::Number,
-        "k[7] is inf",
+        "k is inf at token 0, head 0, dim 7",
     );
     let (q, mut out) = (values(2 * ROW, 3), [7.0; 2 * ROW]);
     refused(
@@ -137,11 +137,11 @@ fn what_does_not_go_with_the_open_step_is_refused_and_changes_nothing() {
     );
     // SAFETY: the arguments are this function's own.
     let status = unsafe { attn_cache_truncate(handles.cache, 0, 1) };
-    refused(status, Status::Shape, "belong to an open step");
+    refused(status, Status::Shape, "an open step has the newest");
     refused(
         drop_before(&handles, 0, 0),
         Status::Shape,
-        "belong to an open step",
+        "an open step has the newest",
     );
     assert_eq!(out, [7.0; 2 * ROW]);
     said(cancel(&handles));
@@ -208,7 +208,7 @@ fn a_window_keeps_its_bits_when_the_tokens_before_it_are_dropped() {
     refused(
         drop_before(&handles, 0, 301),
         Status::Parameter,
-        "301 of sequence 0's 300; allowed: at most the sequence's length",
+        "is 301, but sequence 0 has 300 tokens; pass at most 300",
     );
     refused(drop_before(&handles, 2, 0), Status::Sequence, "sequence 2");
     assert_eq!(stats(&handles).free_pages, free);

@@ -98,7 +98,7 @@ fn rows_that_do_not_fit_are_refused_and_change_nothing() {
     refused(
         handles.append(&[one(2, 1)], &new),
         Status::Sequence,
-        "sequence 2 does not exist; the cache holds 2",
+        "sequence 2 does not exist; the cache has 2",
     );
     refused(
         handles.append(&[one(0, 1), one(0, 1)], &new),
@@ -128,7 +128,7 @@ fn rows_that_do_not_fit_are_refused_and_change_nothing() {
     refused(
         handles.append(&[one(0, 1)], &tokens(&bad, &v)),
         Status::Number,
-        "k[5] is NaN",
+        "k is NaN at token 0, head 0, dim 5",
     );
     let many = [0.5; 129 * ROW];
     let status = handles.append(&[one(0, 129), one(1, 0)], &tokens(&many, &many));

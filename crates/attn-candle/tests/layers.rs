@@ -99,7 +99,7 @@ fn a_step_that_fails_in_a_layer_is_taken_back_whole() {
         &|cache| cache.attend_layer(2, &[0], &q).map(drop),
         "layer 2",
     );
-    refused(&|cache| cache.truncate(0, 0), "belong to an open step");
+    refused(&|cache| cache.truncate(0, 0), "an open step has the newest");
     assert_eq!(cache.lens(), [3, 0]);
     cache.cancel_step().unwrap();
     assert_eq!(cache.lens(), [0, 0]);

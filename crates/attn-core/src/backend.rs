@@ -109,7 +109,7 @@ pub trait DecodeAttention: Send + Sync {
     fn attend_spans(&self, _: &SpansStep<'_>) -> Result<SpanStates, Error> {
         Err(Error::Unsupported(Unsupported::NoKernel {
             backend: self.device().backend,
-            what: "states of spans".into(),
+            what: "a shard's step".into(),
             built: "whole sequences; the CPU backend and CUDA's prepare_spans take shards".into(),
         }))
     }

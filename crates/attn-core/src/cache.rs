@@ -98,12 +98,16 @@ impl KvCache {
                 store,
             })
         };
-        if store.layout() != layout {
-            let texts = [layout, store.layout()].map(|layout| format!("{layout:?}"));
-            let [config, store] = texts;
-            return differ("page layout", config, store);
+        let of_store = store.layout();
+        if of_store.format() != config.format {
+            let formats = [config.format, of_store.format()];
+            let [config, store] = formats.map(|format| format.to_string());
+            return differ("format", config, store);
         }
         for (what, of_config, of_store) in [
+            ("head_dim", config.head_dim, of_store.head_dim()),
+            ("page_size", config.page_size, of_store.page_size()),
+            ("num_kv_heads", config.num_kv_heads, of_store.num_kv_heads()),
             ("num_pages", config.num_pages, store.num_pages()),
             ("layers", config.layers, store.layers()),
         ] {
@@ -179,7 +183,7 @@ impl KvCache {
             let seen = problem.first_seen(q_len, all);
             if seen < table.first_tokens[b] {
                 return Err(Error::Dropped {
-                    what: "the problem",
+                    what: "attention",
                     sequence: b,
                     first: seen,
                     kept: table.first_tokens[b],

@@ -147,7 +147,7 @@ impl CacheConfig {
                 layers => format!(" in each of {layers} layers"),
             };
             return refuse(
-                "pool bytes",
+                "the size of the pool",
                 format_args!("{pages} pages of {size} bytes{layers}"),
                 "at most 2^63 - 1; ask for fewer pages",
             );

@@ -8,6 +8,7 @@ use std::fmt;
 
 use crate::format::{KvFormat, Scheme};
 use given::Count;
+pub(crate) use given::Many;
 pub use given::{ElementIndex, Given};
 
 /// The reason why a call was refused. The cache and the outputs are unchanged.
@@ -25,7 +26,7 @@ pub enum Error {
         allowed: &'static str,
     },
     /// A slice of the wrong length.
-    #[error("{what} must have {} elements, but {} were given", Count(*needed), Count(*given))]
+    #[error("{what} must have {}, not {}", Many(*needed, "element"), Count(*given))]
     Length {
         /// The slice's name.
         what: &'static str,
@@ -125,7 +126,8 @@ pub enum Error {
     },
     /// A sequence with tokens, for a call that fills an empty one.
     #[error(
-        "{what} fills an empty sequence, but sequence {sequence} has {tokens} tokens; free it first, or choose another"
+        "{what} fills an empty sequence, but sequence {sequence} has {}; free it first, or choose another",
+        Many(*tokens, "token")
     )]
     NotEmpty {
         /// The call.
@@ -144,7 +146,7 @@ pub enum Error {
         sequence: usize,
     },
     /// A token behind a sequence's end.
-    #[error("{what} is {}, but sequence {sequence} has {tokens} tokens; pass at most {tokens}", Count(*given))]
+    #[error("{what} is {}, but sequence {sequence} has {}; pass at most {tokens}", Count(*given), Many(*tokens, "token"))]
     PastEnd {
         /// The argument that names the token.
         what: &'static str,
@@ -189,7 +191,8 @@ pub enum Error {
     },
     /// A plan for another number of sequences.
     #[error(
-        "the plan is for {planned} sequences, but there are {given}; plan for {given}, or choose {planned} of the cache"
+        "the plan is for {}, but the call has {given}; plan for {given}, or choose {planned} of the cache",
+        Many(*planned, "sequence")
     )]
     Batch {
         /// Sequences of the plan.
@@ -199,7 +202,8 @@ pub enum Error {
     },
     /// A sequence of another length than the plan's.
     #[error(
-        "sequence {sequence} has {tokens} tokens, but the plan is for {planned}; plan with the cache's own lengths"
+        "sequence {sequence} has {}, but the plan is for {planned}; plan with the cache's own lengths",
+        Many(*tokens, "token")
     )]
     KvLen {
         /// The sequence's place in the step's batch.
@@ -211,8 +215,9 @@ pub enum Error {
     },
     /// Query tokens that read residuals which the cache no longer has. Formats with a window keep residuals of the newest tokens alone.
     #[error(
-        "sequence {sequence} has {q_len} query tokens, but {format} keeps residuals for its newest {most} alone; raise `max_q_len`, which is {max_q_len}, \
-         when the cache is made, or append and attend in pieces of at most {max_q_len} tokens"
+        "sequence {sequence} has {}, but {format} keeps residuals for its newest {most} alone; raise `max_q_len`, which is {max_q_len}, \
+         when the cache is made, or append and attend in pieces of at most {max_q_len} tokens",
+        Many(*q_len, "query token")
     )]
     ResidualQueries {
         /// The sequence's place in the step's batch.

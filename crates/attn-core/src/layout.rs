@@ -317,7 +317,7 @@ impl PageLayout {
         let bytes = num_kv_heads.checked_mul(layout.run_bytes());
         if bytes.is_none_or(|bytes| bytes > i32::MAX as usize) {
             return refuse(
-                "page bytes",
+                "the size of a page",
                 format_args!("{num_kv_heads} heads of {} bytes", layout.run_bytes()),
                 "at most 2^31 - 1 bytes a page; use smaller pages",
             );

@@ -400,8 +400,11 @@ impl Problem {
                 needed: self.num_q_heads,
             });
         }
-        match values.iter().find(|x| !is_allowed(**x)) {
-            Some(x) => refuse(what, *x, allowed),
+        match values.iter().position(|x| !is_allowed(*x)) {
+            Some(head) => {
+                let given = format_args!("{:e} for query head {head}", values[head]);
+                refuse(what, given, allowed)
+            }
             None => Ok(()),
         }
     }
@@ -415,7 +418,7 @@ impl Problem {
             None => Ok(()),
             Some(after) => Err(Unsupported::NoKernel {
                 backend,
-                what: format!("{after} tokens that follow in other shards"),
+                what: format!("a shard, which {after} tokens follow in others,"),
                 built: "whole sequences; the CPU backend and CUDA's prepare_spans take shards"
                     .into(),
             }),
@@ -431,7 +434,7 @@ impl Problem {
         match lens.find(|(len, after)| **after > 0 && **len % SPAN_TOKENS != 0) {
             None => Ok(()),
             Some((len, _)) => refuse(
-                "tokens of a shard",
+                "the length of a shard",
                 *len,
                 "multiples of 1024, but for the last shard of a sequence",
             ),

@@ -281,7 +281,7 @@ fn numbers_that_no_cache_has_are_refused_before_memory_is_asked_for() {
         (spoilt(|c| c.page_size = 0), "page_size"),
         (
             spoilt(|c| (c.num_kv_heads, c.head_dim, c.page_size) = (65536, 256, 128)),
-            "page bytes",
+            "the size of a page",
         ),
     ] {
         let errors = [
@@ -312,8 +312,8 @@ fn a_store_of_other_pages_than_the_configs_is_refused() {
     type Spoil = fn(&mut CacheConfig);
     let others: [(Spoil, &str); 3] = [
         (|c| c.num_pages = 3, "num_pages"),
-        (|c| c.page_size = 32, "page layout"),
-        (|c| c.format = KvFormat::same(Scheme::F16), "page layout"),
+        (|c| c.page_size = 32, "page_size"),
+        (|c| c.format = KvFormat::same(Scheme::F16), "format"),
     ];
     for (spoil, name) in others {
         let mut other = config.clone();

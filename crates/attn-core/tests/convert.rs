@@ -498,7 +498,7 @@ fn rows_that_are_no_whole_groups_are_refused() {
                 matches!(
                     error,
                     Error::Parameter {
-                        what: "row elements",
+                        what: "the length of a row",
                         ..
                     }
                 ),

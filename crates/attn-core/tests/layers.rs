@@ -432,10 +432,10 @@ fn a_cache_of_one_layer_takes_steps_as_it_takes_appends() {
     by_steps.reserve(&appends(&[[0, 1]])).unwrap();
     is_step(attends(KvSource::Cache(&by_steps)), "lacks the tokens");
     let row = vec![1.0; ROW];
-    is_step(by_steps.append(1, &row, &row), "a step of 1 tokens");
+    is_step(by_steps.append(1, &row, &row), "a step of 1 token is open");
     is_step(
         by_steps.append_with(&appends(&[[1, 1]]), |_, _| Ok(())),
-        "a step of 1 tokens",
+        "a step of 1 token is open",
     );
     by_steps.write(0, &row, &row).unwrap();
     attends(KvSource::Cache(&by_steps)).unwrap();
@@ -467,7 +467,7 @@ fn a_description_says_how_many_layers_share_the_table() {
         matches!(
             error,
             Error::Parameter {
-                what: "pool bytes",
+                what: "the size of the pool",
                 ..
             }
         ),

@@ -110,13 +110,13 @@ fn a_refusal_names_the_fewest_tokens_that_can_be_kept_and_the_most_queries(
     #[values(16, 64, 128)] page_size: usize,
     #[values(0, 250)] dropped: usize,
 ) {
-    let mut cache = cache(format, page_size, 64);
-    grow_to(&mut cache, 0, 1, 333).unwrap();
-    grow_to(&mut cache, 0, 1, 500).unwrap();
+    let mut cache = cache(format, page_size, 128);
+    grow_to(&mut cache, 0, 1, 533).unwrap();
+    grow_to(&mut cache, 0, 1, 700).unwrap();
     cache.drop_before(0, dropped).unwrap();
     match cache.check_truncate(0, 1) {
         Err(Error::Truncate { least, .. }) => {
-            for len in 1..=500 {
+            for len in 1..=700 {
                 let is_taken = cache.check_truncate(0, len).is_ok();
                 assert_eq!(is_taken, len >= least, "{len}, {least}");
             }
@@ -126,11 +126,11 @@ fn a_refusal_names_the_fewest_tokens_that_can_be_kept_and_the_most_queries(
             assert!(format == "int8" && dropped == 0);
         }
     }
-    let queries = |q_len| cache.check_queries(&Problem::new(HEADS, [500]).q_len(q_len));
-    match queries(450) {
+    let queries = |q_len| cache.check_queries(&Problem::new(HEADS, [700]).q_len(q_len));
+    match queries(650) {
         Err(Error::ResidualQueries { most, q_len, .. }) => {
-            assert_eq!(q_len, 450);
-            for q_len in 1..=450 {
+            assert_eq!(q_len, 650);
+            for q_len in 1..=650 {
                 assert_eq!(queries(q_len).is_ok(), q_len <= most, "{q_len}, {most}");
             }
         }

@@ -266,7 +266,7 @@ fn what_gives_no_rotation_is_refused() {
     };
     parameter(
         Rotary::new(64, 1e4, &short).unwrap_err(),
-        "but 31 were given",
+        "32 elements, not 31",
     );
     let rotary = Rotary::new(64, 1e4, &none).unwrap();
     let huge = rotary.table(0..usize::MAX).unwrap_err();

@@ -147,7 +147,7 @@ fn plans_check_their_problem_and_format() {
 #[rstest]
 #[case(|_: &mut Problem, format: &mut &str| *format = "int4", "format is int4 in the plan but int8 in the cache; plan with")]
 #[case(|problem: &mut Problem, _: &mut &str| problem.kv_lens = vec![3, 4], "sequence 1 has 5 tokens, but the plan is for 4; plan with")]
-#[case(|problem: &mut Problem, _: &mut &str| (problem.kv_lens, problem.q_lens) = (vec![3, 5, 0, 0], vec![1; 4]), "the plan is for 4 sequences, but there are 3; plan for 3, or")]
+#[case(|problem: &mut Problem, _: &mut &str| (problem.kv_lens, problem.q_lens) = (vec![3, 5, 0, 0], vec![1; 4]), "the plan is for 4 sequences, but the call has 3; plan for 3, or")]
 #[case(|problem: &mut Problem, _: &mut &str| problem.num_kv_heads = 2, "num_kv_heads is 2 in the plan but 1 in the cache; plan with")]
 #[case(|problem: &mut Problem, _: &mut &str| problem.head_dim = 128, "head_dim is 128 in the plan but 64 in the cache; plan with")]
 fn a_cache_of_another_shape_is_named(

@@ -270,7 +270,7 @@ fn shards_that_end_inside_a_span_are_refused() -> Result<(), Error> {
         let plan = cpu.plan(&problem, case.format)?;
         match SpansStep::new(&plan, &q, KvSource::Cache(&cache)) {
             Err(Error::Parameter {
-                what: "tokens of a shard",
+                what: "the length of a shard",
                 ..
             }) => assert!(!is_allowed),
             other => assert!(is_allowed && other.is_ok()),

@@ -440,7 +440,7 @@ impl DeviceSteps {
             return Err(Error::parameter(
                 "stream",
                 format_args!("one that is captured into a graph"),
-                "a stream that runs: lengths and pages of a KvCache change on the host; capture decode_on and append_slots_on, which read them on the device",
+                "a stream that runs: a cache's lengths and pages change on the host; capture decode_on and append_slots_on (attn.torch.Plan), which read them on the device",
             ));
         }
         self.order(stream.raw())

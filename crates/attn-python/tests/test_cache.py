@@ -269,7 +269,7 @@ def test_pages_run_out_without_a_trace(rng):
     cache.append(k, k)
     before = cache.save()
     assert cache.pages_needed([0, 1], [29, 1]) == 2
-    with pytest.raises(attn.CacheFullError, match="free a sequence or create a larger pool") as error:
+    with pytest.raises(attn.CacheFullError, match="free a sequence, or make a cache of more `pages`") as error:
         cache.append(k[:30], k[:30], sequences=[0, 1], tokens=[29, 1])
     assert isinstance(error.value, RuntimeError) and isinstance(error.value, attn.AttnError)
     assert cache.lens == [100, 0] and cache.save() == before
@@ -453,3 +453,12 @@ def test_the_extension_is_as_its_stub_says():
     for name in own:
         members = {m for m in dir(getattr(_attn, name)) if not m.startswith("__")} if named[name] else set()
         assert members == {m for m in named[name] if not m.startswith("__")}, name
+
+
+def test_every_class_on_the_page_of_errors_is_here():
+    page = pathlib.Path(__file__).parents[3] / "docs" / "errors.md"
+    if not page.exists():
+        pytest.skip("the package's source alone, without docs/errors.md")
+    named = set(re.findall(r"`attn\.(\w+)`", page.read_text()))
+    assert len(named) == 8
+    assert all(issubclass(getattr(attn, name), attn.AttnError) for name in named)

@@ -84,3 +84,12 @@ def test_operators_have_results_without_a_launch(name):
         assert [(x.shape, x.dtype) for x in lse] == [((3, 8), torch.float32)] * name.startswith("attend")
     with pytest.raises(attn.ParameterError, match="no plan"):
         operator(*({"plan": 0, "interleaved": False}.get(name, torch.zeros(3, 8, 64)) for name in names))
+
+
+@pytest.mark.parametrize("name", ["float64", "int64", "bool", "complex64", "float8_e4m3fn"])
+def test_a_type_that_is_refused_has_its_name_in_torch(name):
+    cache = attn.Cache(heads=1, dim=64, max_tokens=64, device="cpu")
+    x = torch.zeros(1, 1, 64).to(getattr(torch, name))
+    with pytest.raises(attn.ShapeError, match=f"k has elements of type {name}; allowed: float32, float16, bfloat16"):
+        cache.append(x, x)
+    assert cache.stats().free_pages == cache.stats().pages

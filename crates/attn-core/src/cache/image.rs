@@ -209,7 +209,7 @@ impl Description {
             return refuse(
                 "the beginning of a sequence's image",
                 &*String::from_utf8_lossy(&image[..image.len().min(8)]),
-                "\"attn-seq\" and the rest of a header; pass the bytes of SequenceImage::as_bytes",
+                "\"attn-seq\" and the rest of a header; pass the whole bytes of a saved sequence",
             );
         }
         let version = word(image, 8);

@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use super::{Append, CacheAccess, KvCache, PageStore, TokenWrite};
 use crate::{
-    error::{Error, filled},
+    error::{Error, Many, filled},
     events,
     rows::Rows,
 };
@@ -151,7 +151,7 @@ impl KvCache {
             None => Ok(()),
             Some(step) => Err(Error::Step {
                 what,
-                state: format!("a step of {} tokens is open", step.tokens),
+                state: format!("a step of {} is open", Many(step.tokens, "token")),
                 next: "write its other layers, or cancel it",
             }),
         }
@@ -166,8 +166,8 @@ impl KvCache {
             Some(r) => Err(Error::Step {
                 what,
                 state: format!(
-                    "the newest {} tokens of sequence {sequence} belong to an open step",
-                    r.tokens
+                    "an open step has the newest {} of sequence {sequence}",
+                    Many(r.tokens, "token")
                 ),
                 next: "write its other layers, or cancel it",
             }),

@@ -244,7 +244,11 @@ fn check_row(x: &[f32], row: &[u8], needed: usize) -> Result<(), Error> {
 /// Refuses rows that are not whole groups of llama.cpp's formats.
 fn check_groups(x: &[f32]) -> Result<(), Error> {
     if x.is_empty() || !x.len().is_multiple_of(GROUP) {
-        return refuse("row elements", x.len(), "a multiple of 32, at least 32");
+        return refuse(
+            "the length of a row",
+            x.len(),
+            "a multiple of 32, at least 32",
+        );
     }
     Ok(())
 }

@@ -98,6 +98,16 @@ impl fmt::Display for Count {
     }
 }
 
+/// A number of things, by the word for one of them.
+pub(crate) struct Many(pub usize, pub &'static str);
+
+impl fmt::Display for Many {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Many(n, one) = *self;
+        write!(f, "{} {one}{}", Count(n), if n == 1 { "" } else { "s" })
+    }
+}
+
 /// Where an element lies in what a call was given.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum ElementIndex {
@@ -182,6 +192,8 @@ mod tests {
         ] {
             assert_eq!(shown(x), text);
         }
+        assert_eq!(Many(1, "token").to_string(), "1 token");
+        assert_eq!(Many(1 << 30, "token").to_string(), "2^30 tokens");
         assert_eq!(shown(1e300), "1e300");
         assert_eq!(shown(0.5f64), "0.5");
     }
