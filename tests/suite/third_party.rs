@@ -100,7 +100,7 @@ fn case(format: &str, head_dim: usize) -> Case {
     Fault::NoKernel,
     "int8",
     64,
-    "required, but theirs: head_dim 64 has no kernel"
+    "required, but theirs: no kernel for head_dim 64"
 )]
 #[case(Fault::NoKernel, "int8", 96, "refused")]
 #[case(Fault::Batch, "int8", 64, "out[7] is ")]

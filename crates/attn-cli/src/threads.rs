@@ -22,8 +22,7 @@ pub fn asked(given: Option<&OsStr>) -> Result<usize> {
         Some(0) => Ok(per_core()),
         Some(threads) if check_threads(threads).is_ok() => Ok(threads),
         _ => bail!(
-            "{VARIABLE} is {}; allowed: 1 to {MOST_THREADS}; leave it unset for one per core",
-            given.display()
+            "{VARIABLE} is {given:?}; allowed: 1 to {MOST_THREADS}; leave it unset for one per core"
         ),
     }
 }

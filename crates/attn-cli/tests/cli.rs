@@ -43,8 +43,34 @@ fn devices_names_every_backend() {
     assert!(rows[2]["formats"].as_array().unwrap().len() >= 11, "{rows}");
 }
 
+#[cfg(not(feature = "llm"))]
+#[test]
+fn a_build_without_models_names_the_feature_and_the_command() {
+    for command in ["generate", "perplexity"] {
+        for arguments in [
+            &[command][..],
+            &[command, "--model", "x", "text"],
+            &[command, "--help"],
+        ] {
+            let output = run(arguments);
+            let has_none = format!("this build has no `attn {command}`");
+            refused(
+                &output,
+                &[
+                    &has_none,
+                    "cargo build --release -p attn-cli --features llm",
+                ],
+            );
+        }
+    }
+}
+
 #[test]
 fn misuse_exits_with_2_and_says_what_is_allowed() {
+    refused(
+        &run(&["run", "--kv", "int8 "]),
+        &["format is \"int8 \"; allowed"],
+    );
     refused(&run(&["run", "--kv", "int5"]), &["int5", "int8-plain"]);
     refused(
         &run(&["run", "--kv", "int8/int4-channel"]),

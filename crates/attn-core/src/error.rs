@@ -528,7 +528,7 @@ pub enum Unsupported {
         backend: &'static str,
     },
     /// A device without a kernel for the problem.
-    #[error("{backend}: {what} has no kernel; built: {built}. Use backend \"cpu\"")]
+    #[error("{backend}: no kernel for {what}; built: {built}. Use backend \"cpu\"")]
     NoKernel {
         /// The backend.
         backend: &'static str,

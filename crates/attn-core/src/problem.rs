@@ -1,7 +1,7 @@
 //! The attention step to take: shapes, lengths and score modifiers, validated here, once.
 
 use crate::{
-    error::{Error, Unsupported, refuse},
+    error::{Error, Given, Unsupported, refuse},
     format::KvFormat,
     layout::{check_head_dim, check_kv_heads},
     segments::SPAN_TOKENS,
@@ -402,7 +402,7 @@ impl Problem {
         }
         match values.iter().position(|x| !is_allowed(*x)) {
             Some(head) => {
-                let given = format_args!("{:e} for query head {head}", values[head]);
+                let given = format_args!("{} for query head {head}", Given::from(values[head]));
                 refuse(what, given, allowed)
             }
             None => Ok(()),
@@ -418,7 +418,7 @@ impl Problem {
             None => Ok(()),
             Some(after) => Err(Unsupported::NoKernel {
                 backend,
-                what: format!("a shard, which {after} tokens follow in others,"),
+                what: format!("a shard, which {after} tokens follow in others"),
                 built: "whole sequences; the CPU backend and CUDA's prepare_spans take shards"
                     .into(),
             }),

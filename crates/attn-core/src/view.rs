@@ -3,7 +3,7 @@
 use half::{bf16, f16};
 
 use crate::{
-    error::{Error, refuse},
+    error::{Error, Given, refuse},
     format::{BF16_MAX, KvFormat, Scheme},
     problem::{Problem, SCALES},
     quant::Param,
@@ -404,8 +404,11 @@ pub(crate) fn check_tensor_scales(
             needed,
         });
     }
-    match scales.iter().find(|s| !SCALES.contains(*s)) {
-        Some(s) => refuse("tensor scale", *s, "1e-15 to 1e15"),
+    match scales.iter().position(|s| !SCALES.contains(s)) {
+        Some(i) => {
+            let given = format_args!("{} at index {i}", Given::from(scales[i]));
+            refuse("tensor scale", given, "1e-15 to 1e15")
+        }
         None => Ok(()),
     }
 }

@@ -1,6 +1,8 @@
 """`attn.Cache` over numpy on the CPU."""
 
 import multiprocessing
+import pathlib
+import re
 import threading
 
 import attn

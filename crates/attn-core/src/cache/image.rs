@@ -4,7 +4,7 @@ use std::{borrow::Cow, ops::Range};
 
 use crate::{
     cache_config::{CacheConfig, MAX_LAYERS},
-    error::{Error, refuse},
+    error::{Error, Given, refuse},
     format::KvFormat,
     layout::PageLayout,
     page_bytes::SequencePages,
@@ -309,7 +309,7 @@ impl Description {
                 Some(i) => {
                     let heads = config.num_kv_heads.max(1);
                     let at = format!("for head {} of layer {}", i % heads, i / heads);
-                    [image[i], cache[i]].map(|scale| format!("{scale:e} {at}"))
+                    [image[i], cache[i]].map(|scale| format!("{} {at}", Given::from(scale)))
                 }
                 None => [image, cache].map(|scales| format!("{} scales", scales.len())),
             };

@@ -9,6 +9,12 @@ use std::fmt;
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Given(pub(super) String);
 
+impl fmt::Display for Given {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
 /// Characters of a caller's text that an error repeats.
 const MOST_CHARS: usize = 80;
 
