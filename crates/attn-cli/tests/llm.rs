@@ -55,6 +55,26 @@ fn generate_prints_text_with_speed_and_bytes_beside_it() {
 }
 
 #[test]
+fn keys_that_are_not_known_are_named_beside_the_text() {
+    let (folder, model) = model();
+    let mut bytes = std::fs::read(&model).unwrap();
+    let key = "tokenizer.ggml.pre";
+    let mut places = bytes.windows(key.len());
+    let at = places.position(|window| window == key.as_bytes()).unwrap();
+    bytes[at + key.len() - 1] ^= 2;
+    let path = folder.path("other.gguf");
+    std::fs::write(&path, bytes).unwrap();
+    for json in [&[][..], &["--json"]] {
+        let more = [json, &["--tokens", "2", "a"]].concat();
+        let output = run(&with("generate", &path, &more));
+        let beside = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(0), "{beside}");
+        assert!(beside.contains("other.gguf: its metadata"), "{beside}");
+        assert!(beside.contains("\"tokenizer.ggml.prg\""), "{beside}");
+    }
+}
+
+#[test]
 fn a_prompts_text_is_the_same_in_any_batch_and_changes_with_the_seed() {
     let (_folder, model) = model();
     let prompts = ["To be, or not to be", "To be, or else", "To bed"];
