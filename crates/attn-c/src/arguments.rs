@@ -6,7 +6,7 @@ use std::{
     sync::{Mutex, MutexGuard},
 };
 
-use attn::{Elements, ElementsMut};
+use attn::{Elements, ElementsMut, process};
 use half::{bf16, f16};
 
 use crate::status::{Failure, Status};
@@ -172,8 +172,10 @@ pub(crate) unsafe fn handle<'a, T>(what: &str, pointer: *const T) -> Result<&'a 
     Ok(unsafe { &*pointer })
 }
 
-/// Waits for the handle's other calls; refuses a handle in which a call has panicked.
+/// Waits for the handle's other calls; refuses a handle in which a call has panicked. A process that was forked from the handle's is refused before it
+/// waits, since a thread that it lacks may have held the lock.
 pub(crate) fn lock<T>(state: &Mutex<T>) -> Result<MutexGuard<'_, T>, Failure> {
+    process::check()?;
     state.lock().map_err(|_| {
         let sentence =
             "the handle is unusable, since a call on it ended by a defect of attn; destroy it";

@@ -42,6 +42,8 @@ pub struct CacheConfig {
     pub v_scales: *const f32,
     /// Layers of a model that have this shape, with lengths and pages in common and a pool for each: attn_cache_reserve; 0: 1.
     pub layers: usize,
+    /// Query heads of the steps to come, so that a number that no step can have is refused here; 0: not known yet.
+    pub q_heads: usize,
 }
 
 // SAFETY: `repr(C)`, and `struct_size` is first.
@@ -102,7 +104,10 @@ unsafe fn describe(given: &CacheConfig) -> Result<Description, Failure> {
     // SAFETY: this function's contract.
     let format: KvFormat = unsafe { text("format", given.format) }?.parse()?;
     let heads = Heads {
-        q: given.kv_heads,
+        q: match given.q_heads {
+            0 => given.kv_heads,
+            q_heads => q_heads,
+        },
         kv: given.kv_heads,
         dim: given.head_dim,
     };

@@ -4,10 +4,11 @@
 //! every layer in the backend's memory. A refused call changes neither, and a call that the device fails changes no length and takes no page.
 //!
 //! Here: creation, forks, taking back and freeing. `cache/store.rs`: the interface to a backend; `append.rs`: appends; `reserve.rs`: a model's step, layer by
-//! layer; `layer.rs`: one layer, to be attended; `drop_before.rs`: tokens that no window sees any more; `grow.rs`: more pages and sequences; `sequences.rs`: a step's choice of sequences; `transfer.rs`: sequences and pages as bytes;
+//! layer; `layer.rs`: one layer, to be attended; `drop_before.rs`: tokens that no window sees any more; `copy.rs`: a copy of a whole cache; `grow.rs`: more pages and sequences; `sequences.rs`: a step's choice of sequences; `transfer.rs`: sequences and pages as bytes;
 //! `image.rs`: a sequence as one block of bytes.
 
 mod append;
+mod copy;
 mod drop_before;
 mod grow;
 mod image;
@@ -33,6 +34,7 @@ use crate::{
     layout::PageLayout,
     page_allocator::PageAllocator,
     problem::Problem,
+    process,
 };
 
 /// The pages and lengths of all sequences; sequences may share pages.
@@ -87,8 +89,9 @@ impl KvCache {
     /// Makes the page table for a backend's store; backends call this from `create_cache`.
     ///
     /// # Errors
-    /// Those of [`CacheConfig::check`]; [`Error::StoreMismatch`] if the store's layout, layers or number of pages differ from the config's; [`Error::OutOfMemory`].
+    /// Those of [`CacheConfig::check`] and [`process::check`]; [`Error::StoreMismatch`] if the store's layout, layers or number of pages differ from the config's; [`Error::OutOfMemory`].
     pub fn new(config: CacheConfig, store: Box<dyn PageStore>) -> Result<Self, Error> {
+        process::check()?;
         config.check()?;
         let layout = config.layout()?;
         let differ = |what, config: String, store: String| {

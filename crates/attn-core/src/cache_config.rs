@@ -14,6 +14,8 @@ use crate::{
 pub struct CacheConfig {
     /// The schemes of K and V.
     pub format: KvFormat,
+    /// Number of query heads of the steps to come, so that [`CacheConfig::check`] refuses a number that no step can have. Pages do not depend on it.
+    pub num_q_heads: usize,
     /// Number of KV heads.
     pub num_kv_heads: usize,
     /// Elements per head.
@@ -65,6 +67,7 @@ impl CacheConfig {
         CacheBuilder {
             config: CacheConfig {
                 format,
+                num_q_heads: heads.q,
                 num_kv_heads: heads.kv,
                 head_dim: heads.dim,
                 page_size: 64,
@@ -129,6 +132,12 @@ impl CacheConfig {
     /// [`Error::Parameter`], [`Error::Length`].
     pub fn check(&self) -> Result<(), Error> {
         let layout = self.layout()?;
+        let heads = Heads {
+            q: self.num_q_heads,
+            kv: self.num_kv_heads,
+            dim: self.head_dim,
+        };
+        heads.check()?;
         if self.num_pages > u32::MAX as usize {
             return refuse("num_pages", self.num_pages, "at most 2^32 - 1");
         }

@@ -545,6 +545,11 @@ pub enum Unsupported {
         /// The sentence of [`Problem::check`](crate::Problem::check) or of [`KvFormat::check`].
         reason: String,
     },
+    /// A process that lacks the threads and contexts of its parent's devices ([`process`](crate::process)).
+    #[error(
+        "this process was forked from one that had opened attn's devices, whose threads it lacks; start it anew by exec (in Python: multiprocessing's \"spawn\")"
+    )]
+    Forked,
 }
 
 kinds! { Unsupported {
@@ -552,4 +557,5 @@ kinds! { Unsupported {
     NotBuilt: Unsupported,
     NoKernel: Unsupported,
     Undefined: Unsupported,
+    Forked: Unsupported,
 } }

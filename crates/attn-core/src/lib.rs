@@ -33,6 +33,7 @@ mod page_allocator;
 mod page_bytes;
 mod plan;
 pub mod problem;
+pub mod process;
 pub mod quant;
 mod query_block;
 mod recent;

@@ -6,7 +6,7 @@ use crate::{
 };
 
 /// The free pages and the reference counts of a pool.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub(crate) struct PageAllocator {
     /// Freed pages; the last one is taken next.
     freed: Vec<u32>,
@@ -41,6 +41,12 @@ impl PageAllocator {
     pub fn grow(&mut self, pages: usize) {
         let count = self.ref_counts.len() + pages;
         self.ref_counts.resize(count, 0);
+    }
+
+    /// The pages that sequences own.
+    pub fn owned(&self) -> impl Iterator<Item = u32> {
+        let owners = self.ref_counts.iter().zip(0..);
+        owners.filter(|(owners, _)| **owners > 0).map(|(_, page)| page)
     }
 
     /// Number of pages that no sequence owns.

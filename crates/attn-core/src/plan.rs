@@ -2,7 +2,7 @@
 
 use std::{any::Any, fmt, sync::Arc};
 
-use crate::{error::Error, events, format::KvFormat, problem::Problem};
+use crate::{error::Error, events, format::KvFormat, problem::Problem, process};
 
 /// A problem prepared for one backend, by [`DecodeAttention::plan`](crate::DecodeAttention::plan).
 ///
@@ -21,13 +21,14 @@ impl Plan {
     /// For backends: checks a problem, and makes a plan that keeps what the backend has `prepared` for it.
     ///
     /// # Errors
-    /// Those of [`Problem::check`] and [`KvFormat::check`].
+    /// Those of [`Problem::check`], [`KvFormat::check`] and [`process::check`].
     pub fn new<T: Any + Send + Sync>(
         backend: &'static str,
         problem: &Problem,
         format: KvFormat,
         prepared: T,
     ) -> Result<Self, Error> {
+        process::check()?;
         problem.check()?;
         format.check(problem.head_dim)?;
         events::prepared(backend, problem, format);

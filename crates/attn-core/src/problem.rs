@@ -49,6 +49,28 @@ pub struct Heads {
     pub dim: usize,
 }
 
+impl Heads {
+    /// Refuses numbers that no attention layer of the library has.
+    ///
+    /// # Errors
+    /// [`Error::Parameter`].
+    pub fn check(self) -> Result<(), Error> {
+        check_head_dim(self.dim)?;
+        if self.kv == 0 || self.q == 0 || !self.q.is_multiple_of(self.kv) {
+            return refuse(
+                "num_q_heads/num_kv_heads",
+                format_args!("{}/{}", self.q, self.kv),
+                "a whole number of query heads per KV head, from 1 to 64",
+            );
+        }
+        check_kv_heads(self.kv)?;
+        match self.q / self.kv {
+            1..=64 => Ok(()),
+            many => refuse("heads_per_kv", many, "1 to 64"),
+        }
+    }
+}
+
 /// One step over a batch of cached sequences: decode, verification of several tokens, prompts, or some of each.
 ///
 /// Queries and results are `[token][num_q_heads][head_dim]`, the query tokens of sequence 0 first, then those of sequence 1.
@@ -305,21 +327,7 @@ impl Problem {
     /// # Errors
     /// [`Error::Parameter`] naming the parameter and what is allowed; [`Error::Length`] for the slopes and the sinks.
     pub fn check(&self) -> Result<(), Error> {
-        check_head_dim(self.head_dim)?;
-        if self.num_kv_heads == 0
-            || self.num_q_heads == 0
-            || !self.num_q_heads.is_multiple_of(self.num_kv_heads)
-        {
-            return refuse(
-                "num_q_heads/num_kv_heads",
-                format_args!("{}/{}", self.num_q_heads, self.num_kv_heads),
-                "a whole number of query heads per KV head, from 1 to 64",
-            );
-        }
-        check_kv_heads(self.num_kv_heads)?;
-        if self.heads_per_kv() > 64 {
-            return refuse("heads_per_kv", self.heads_per_kv(), "1 to 64");
-        }
+        self.heads().check()?;
         if self.q_lens.len() != self.batch() {
             return Err(Error::Length {
                 what: "q_lens",

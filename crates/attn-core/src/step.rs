@@ -9,6 +9,7 @@ use crate::{
     error::{Error, filled},
     plan::Plan,
     problem::Problem,
+    process,
     row_layout::{Layout, scatter},
     rows::{Rows, RowsMut},
     view::KvView,
@@ -124,6 +125,7 @@ struct Checked<'a> {
 impl<'a> Checked<'a> {
     /// Checks what a step reads, with queries that lie `in_q`.
     fn new(plan: &'a Plan, q: Rows<'a>, in_q: Layout, kv: KvSource<'a>) -> Result<Self, Error> {
+        process::check()?;
         let problem = plan.problem();
         let (format, tensor_scales) = match kv.memory() {
             KvMemory::Pages(layer, table) => {

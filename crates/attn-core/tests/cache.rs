@@ -298,7 +298,7 @@ fn numbers_that_no_cache_has_are_refused_before_memory_is_asked_for() {
     }
     assert_eq!(spoilt(|c| c.page_size = 0).pages_for(5), 5);
     // The largest pool is asked for, and not had; its table never is.
-    let mut config = spoilt(|c| (c.num_kv_heads, c.head_dim) = (65536, 256));
+    let mut config = spoilt(|c| (c.num_q_heads, c.num_kv_heads, c.head_dim) = (65536, 65536, 256));
     (config.page_size, config.num_pages) = (16, u32::MAX as usize);
     assert!(matches!(
         HostPages::new(&config),

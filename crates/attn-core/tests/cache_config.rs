@@ -146,3 +146,22 @@ fn a_cache_checks_its_own_configuration_whatever_its_store_was_made_from() {
         assert!(KvCache::new(config, Box::new(store)).is_err());
     }
 }
+
+#[test]
+fn query_heads_that_no_step_can_have_are_refused_where_the_cache_is_described() {
+    let config = |q, kv| {
+        let dim = 64;
+        CacheConfig::builder(KvFormat::INT8, Heads { q, kv, dim }).build()
+    };
+    for (q, kv) in [(1, 1), (64, 1), (32, 8), (512, 8)] {
+        config(q, kv).check().unwrap();
+    }
+    for (q, kv, said) in [
+        (71, 1, "heads_per_kv is 71; allowed: 1 to 64"),
+        (9, 2, "num_q_heads/num_kv_heads is 9/2"),
+        (0, 2, "num_q_heads/num_kv_heads is 0/2"),
+    ] {
+        let refusal = config(q, kv).check().unwrap_err().to_string();
+        assert!(refusal.starts_with(said), "{refusal}");
+    }
+}

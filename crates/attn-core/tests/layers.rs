@@ -457,6 +457,7 @@ fn a_description_says_how_many_layers_share_the_table() {
     }
     let mut huge = of(1024);
     huge.num_pages = u32::MAX as usize;
+    huge.num_q_heads = 65536;
     (
         huge.num_kv_heads,
         huge.k_tensor_scales,

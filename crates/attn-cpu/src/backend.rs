@@ -7,7 +7,7 @@ use std::{
 
 use attn_core::{
     CacheConfig, DecodeAttention, DecodeStep, DeviceInfo, Error, HostPages, KvCache, KvFormat,
-    Plan, Problem, SpanStates, SpansStep, StepInputs, Unsupported,
+    Plan, Problem, SpanStates, SpansStep, StepInputs, Unsupported, process,
 };
 
 use crate::{
@@ -184,6 +184,8 @@ impl CpuBackend {
     )]
     #[must_use]
     pub fn new() -> Self {
+        // A process that lacks the threads is refused by whatever needs them.
+        let _ = process::open();
         CpuBackend::of(Isa::best(), Threads::Shared)
     }
 
@@ -204,7 +206,7 @@ impl CpuBackend {
     /// Makes the backend with these options; reads no environment variable.
     ///
     /// # Errors
-    /// [`Unsupported::Absent`] if this machine lacks the instruction set or does not start the threads.
+    /// [`Unsupported::Absent`] if this machine lacks the instruction set or does not start the threads; [`Unsupported::Forked`].
     ///
     /// ```
     /// use attn_cpu::{CpuBackend, Isa, Options};
@@ -214,6 +216,7 @@ impl CpuBackend {
     /// # Ok::<(), attn_core::Unsupported>(())
     /// ```
     pub fn with_options(options: &Options) -> Result<Self, Unsupported> {
+        process::open()?;
         let isa = options.isa.map_or_else(|| Ok(Isa::best()), Isa::require);
         Ok(CpuBackend::of(isa?, options.start()?))
     }

@@ -29,8 +29,7 @@ impl CudaBackend {
         layout: KvLayout,
     ) -> Result<(), Error> {
         let device = &self.device;
-        let bind = device.context.bind_to_thread();
-        bind.map_err(failed("binding the context"))?;
+        device.bind()?;
         let problem = step.problem();
         let plan = self.planned(step.plan())?.native(layout, step.plan())?;
         let store = match step.kv().memory() {
@@ -221,8 +220,7 @@ impl DecodeAttention for CudaBackend {
 
     fn create_cache(&self, config: &CacheConfig) -> Result<KvCache, Error> {
         config.check()?;
-        let bind = self.device.context.bind_to_thread();
-        bind.map_err(failed("binding the context"))?;
+        self.device.bind()?;
         let pages = CudaPages::new(self.device.clone(), config)?;
         KvCache::new(config.clone(), Box::new(pages))
     }

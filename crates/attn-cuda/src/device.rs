@@ -9,7 +9,7 @@ use std::{
     time::Instant,
 };
 
-use attn_core::{DeviceInfo, Error, Unsupported, events};
+use attn_core::{DeviceInfo, Error, Unsupported, events, process};
 use cudarc::{
     driver::{
         CudaContext, CudaFunction, CudaModule, CudaSlice, CudaStream, DevicePtr, DevicePtrMut,
@@ -147,6 +147,7 @@ impl Device {
 
     /// Opens the GPU that the options name; never panics.
     pub(crate) fn open(options: &Options) -> Result<Self, Unsupported> {
+        process::open()?;
         if !has_driver() {
             return Err(absent(
                 "no NVIDIA driver: libcuda.so.1 is not on the library path".into(),
@@ -238,12 +239,20 @@ impl Device {
         })
     }
 
+    /// Makes the context current on this thread, which every call that reaches the driver needs first.
+    pub(crate) fn bind(&self) -> Result<(), Error> {
+        process::check()?;
+        let bind = self.context.bind_to_thread();
+        bind.map_err(failed("binding the context"))
+    }
+
     /// The kernel of an instance, loaded at its first use; `shared_bytes` is its dynamic shared memory by the host's formula.
     pub(crate) fn kernel(
         &self,
         instance: &Instance,
         shared_bytes: usize,
     ) -> Result<Arc<LoadedKernel>, Error> {
+        process::check()?;
         let entry = {
             let mut kernels = self.kernels.lock().unwrap_or_else(PoisonError::into_inner);
             kernels.entry(*instance).or_default().clone()

@@ -83,10 +83,8 @@ impl CudaBackend {
     /// [`Error::WrongBackend`] for another backend's cache; [`Error::Device`].
     pub fn prepare_steps(&self, cache: &KvCache) -> Result<DeviceSteps, Error> {
         self.store(cache)?;
-        let context = &self.device.context;
-        let bind = context.bind_to_thread();
-        bind.map_err(failed("binding the context"))?;
-        let done = context.new_event(None);
+        self.device.bind()?;
+        let done = self.device.context.new_event(None);
         Ok(DeviceSteps {
             append: self.prepare_append(cache.config())?,
             done: done.map_err(failed("making an event"))?,
@@ -142,8 +140,7 @@ impl DeviceSteps {
     /// Those of [`KvCache::reserve`]; [`Error::WrongBackend`], [`Error::Device`]. Lengths and pages are unchanged then.
     pub fn reserve(&mut self, cache: &mut KvCache, appends: &[Append]) -> Result<(), Error> {
         self.gpu.store(cache)?;
-        let bind = self.gpu.device.context.bind_to_thread();
-        bind.map_err(failed("binding the context"))?;
+        self.gpu.device.bind()?;
         self.order(self.gpu.device.stream.cu_stream())?;
         cache.reserve(appends)
     }
@@ -423,15 +420,14 @@ impl DeviceSteps {
     /// # Errors
     /// [`Error::Device`] with a failure of the steps' own.
     pub fn wait(&self) -> Result<(), Error> {
-        let bind = self.gpu.device.context.bind_to_thread();
-        bind.and_then(|()| self.done.synchronize())
-            .map_err(failed("waiting for steps"))
+        self.gpu.device.bind()?;
+        let waited = self.done.synchronize();
+        waited.map_err(failed("waiting for steps"))
     }
 
     /// Binds the context, and lets `stream` wait for the steps before.
     fn begin(&self, stream: Stream) -> Result<(), Error> {
-        let bind = self.gpu.device.context.bind_to_thread();
-        bind.map_err(failed("binding the context"))?;
+        self.gpu.device.bind()?;
         // SAFETY: the stream is alive by the contract of the functions that call this.
         let status = unsafe { result::stream::is_capturing(stream.raw()) };
         if status.map_err(failed("asking a stream for its state"))?

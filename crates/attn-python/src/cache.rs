@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use attn::backends::cuda::DeviceSteps;
 use attn::{
     Append, CacheConfig, Device, Error, Heads, HostRows, HostSteps, KvCache, KvFormat, Problem,
-    Window, convert,
+    SequenceImage, Window, convert, process,
 };
 use pyo3::{
     prelude::*,
@@ -28,6 +28,17 @@ struct Inner {
     device_steps: Option<DeviceSteps>,
     host_steps: HostSteps,
     cache: KvCache,
+}
+
+impl Inner {
+    fn new(cache: KvCache) -> Self {
+        Inner {
+            #[cfg(feature = "cuda")]
+            device_steps: None,
+            host_steps: HostSteps::default(),
+            cache,
+        }
+    }
 }
 
 /// The cache behind `attn.Cache`, which documents it.
@@ -60,6 +71,8 @@ struct Attended {
 #[derive(FromPyObject)]
 pub struct CacheOptions {
     format: String,
+    /// Query heads of the steps to come, where they are known.
+    q_heads: Option<usize>,
     heads: usize,
     dim: usize,
     max_tokens: usize,
@@ -76,7 +89,7 @@ impl CacheOptions {
     fn config(self) -> PyResult<CacheConfig> {
         let format: KvFormat = self.format.parse().map_err(errors::of)?;
         let heads = Heads {
-            q: self.heads,
+            q: self.q_heads.unwrap_or(self.heads),
             kv: self.heads,
             dim: self.dim,
         };
@@ -100,8 +113,11 @@ impl CacheOptions {
 }
 
 impl Cache {
-    fn lock(&self) -> MutexGuard<'_, Inner> {
-        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    /// Waits for the cache's other calls. A process that was forked from the cache's is refused before it waits, since a thread that it lacks may have
+    /// held the lock.
+    fn lock(&self) -> Result<MutexGuard<'_, Inner>, Error> {
+        process::check()?;
+        Ok(self.inner.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
     /// Runs `work` on the cache without the interpreter's lock, behind all steps on the device.
@@ -111,7 +127,7 @@ impl Cache {
         work: impl FnOnce(&mut Inner) -> Result<T, Error> + Send,
     ) -> PyResult<T> {
         py.detach(|| {
-            let mut inner = self.lock();
+            let mut inner = self.lock()?;
             #[cfg(feature = "cuda")]
             if let Some(steps) = &inner.device_steps {
                 steps.wait()?;
@@ -230,12 +246,7 @@ impl Cache {
         };
         let cache = py.detach(|| device.backend().create_cache(&config));
         Ok(Cache {
-            inner: Mutex::new(Inner {
-                #[cfg(feature = "cuda")]
-                device_steps: None,
-                host_steps: HostSteps::default(),
-                cache: cache.map_err(errors::of)?,
-            }),
+            inner: Mutex::new(Inner::new(cache.map_err(errors::of)?)),
             device,
             config,
         })
@@ -273,7 +284,7 @@ impl Cache {
     fn reserve(&self, py: Python<'_>, sequences: Vec<usize>, tokens: Vec<usize>) -> PyResult<()> {
         let appends = appends(&sequences, &tokens)?;
         let reserve = || {
-            let mut inner = self.lock();
+            let mut inner = self.lock()?;
             let Inner {
                 #[cfg(feature = "cuda")]
                 device_steps,
@@ -458,30 +469,37 @@ impl Cache {
         Ok(self.config.layout().map_err(errors::of)?.page_bytes())
     }
 
-    /// A sequence's pages as bytes: those of the first layer, then of the next.
-    fn read_back<'py>(
-        &self,
-        py: Python<'py>,
-        sequence: usize,
-    ) -> PyResult<(usize, Vec<Bound<'py, PyBytes>>)> {
-        let (tokens, pages) = self.on_host(py, |inner| {
-            let pages = inner.cache.read_back(sequence)?;
-            Ok((inner.cache.table().lens[sequence], pages))
-        })?;
-        let pages = pages.iter().map(|page| PyBytes::new(py, page)).collect();
-        Ok((tokens, pages))
+    /// A sequence as one block of bytes.
+    fn save<'py>(&self, py: Python<'py>, sequence: usize) -> PyResult<Bound<'py, PyBytes>> {
+        let image = self.on_host(py, |inner| inner.cache.image(sequence))?;
+        Ok(PyBytes::new(py, image.as_bytes()))
     }
 
-    /// Fills an empty sequence with pages that `read_back` gave.
+    /// Fills an empty sequence from the bytes that `save` gave.
     fn restore(
         &self,
         py: Python<'_>,
         sequence: usize,
-        tokens: usize,
-        pages: Vec<Vec<u8>>,
+        image: &Bound<'_, PyBytes>,
     ) -> PyResult<()> {
+        let bytes = image.as_bytes();
         self.on_host(py, |inner| {
-            inner.cache.restore_pages(sequence, tokens, &pages)
+            let image = SequenceImage::from_bytes(bytes)?;
+            inner.cache.restore(sequence, &image)
+        })
+    }
+
+    /// A cache of its own with the same sequences.
+    fn copy(&self, py: Python<'_>) -> PyResult<Self> {
+        self.on_host(py, |inner| {
+            let config = inner.cache.config().clone();
+            let mut cache = self.device.backend().create_cache(&config)?;
+            cache.copy_from(&inner.cache)?;
+            Ok(Cache {
+                inner: Mutex::new(Inner::new(cache)),
+                device: self.device.clone(),
+                config,
+            })
         })
     }
 
@@ -526,7 +544,7 @@ impl Cache {
         py: Python<'_>,
         work: impl FnOnce(&mut KvCache) -> Result<T, Error> + Send,
     ) -> PyResult<T> {
-        py.detach(|| work(&mut self.lock().cache))
+        py.detach(|| work(&mut self.lock()?.cache))
             .map_err(errors::of)
     }
 }

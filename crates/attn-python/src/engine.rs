@@ -2,10 +2,10 @@
 
 use std::{
     collections::HashMap,
-    sync::{Arc, Mutex, OnceLock, PoisonError},
+    sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError},
 };
 
-use attn::{Device, DeviceName};
+use attn::{Device, DeviceName, process};
 use pyo3::prelude::*;
 
 use crate::errors;
@@ -18,45 +18,31 @@ pub fn parse(name: &str) -> PyResult<DeviceName> {
     name.parse().map_err(errors::of)
 }
 
-/// The process that opened the devices: their threads and contexts do not survive a fork.
+/// The devices of this process.
+#[derive(Default)]
 struct Opened {
-    process: u32,
     devices: HashMap<DeviceName, Arc<Device>>,
     /// The one that was best where none was named.
     best: Option<DeviceName>,
 }
 
-/// Refuses a process that was forked from the one that opened a device.
+/// The devices that are open, for this call alone. A process that was forked from another is refused before it waits for a lock, which a thread of
+/// the other one may have held.
 ///
 /// # Errors
-/// `DeviceError`.
-fn opened() -> PyResult<&'static Mutex<Opened>> {
-    static OPENED: OnceLock<Mutex<Opened>> = OnceLock::new();
-    let opened = OPENED.get_or_init(|| {
-        Mutex::new(Opened {
-            process: std::process::id(),
-            devices: HashMap::new(),
-            best: None,
-        })
-    });
-    let owner = opened
-        .lock()
-        .unwrap_or_else(PoisonError::into_inner)
-        .process;
-    if owner != std::process::id() {
-        return Err(errors::device(
-            "this process was forked from one that had opened attn's devices, whose threads it lacks; start it with multiprocessing's \"spawn\"",
-        ));
-    }
-    Ok(opened)
+/// `UnsupportedError`.
+fn opened() -> PyResult<MutexGuard<'static, Opened>> {
+    static OPENED: LazyLock<Mutex<Opened>> = LazyLock::new(Mutex::default);
+    process::check().map_err(errors::unsupported)?;
+    Ok(OPENED.lock().unwrap_or_else(PoisonError::into_inner))
 }
 
 /// The device of this name, opened at its first use.
 ///
 /// # Errors
-/// `UnsupportedError` with the reason and the next step; `DeviceError` in a forked process.
+/// `UnsupportedError` with the reason and the next step, also in a forked process.
 pub fn open(name: DeviceName) -> PyResult<Arc<Device>> {
-    let mut opened = opened()?.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut opened = opened()?;
     if let Some(device) = opened.devices.get(&name) {
         return Ok(device.clone());
     }
@@ -73,7 +59,7 @@ pub fn best() -> PyResult<Arc<Device>> {
     if let Some(named) = DeviceName::from_env().map_err(errors::of)? {
         return open(named);
     }
-    let mut opened = opened()?.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut opened = opened()?;
     if let Some(device) = opened.best.and_then(|name| opened.devices.get(&name)) {
         return Ok(device.clone());
     }

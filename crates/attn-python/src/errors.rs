@@ -29,11 +29,6 @@ pub fn shape(message: impl Into<String>) -> PyErr {
     raise("ShapeError", message.into())
 }
 
-/// A state of the process in which nothing works.
-pub fn device(message: impl Into<String>) -> PyErr {
-    raise("DeviceError", message.into())
-}
-
 /// The refusal of a backend, where the package leaves it out with the way to a package that has it.
 pub fn of_package(reason: Unsupported) -> Unsupported {
     match reason {

@@ -10,6 +10,7 @@ mod engine;
 mod errors;
 #[cfg(feature = "cuda")]
 mod gpu;
+mod image;
 mod modifiers;
 #[cfg(feature = "cuda")]
 mod native;
@@ -61,5 +62,7 @@ fn _attn(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<transfer::MergeSpans>()?;
     module.add_function(wrap_pyfunction!(cache::merge_spans, module)?)?;
     module.add_function(wrap_pyfunction!(devices, module)?)?;
+    module.add_function(wrap_pyfunction!(image::image_header, module)?)?;
+    module.add_function(wrap_pyfunction!(image::page_bytes, module)?)?;
     module.add_function(wrap_pyfunction!(version, module)?)
 }

@@ -10,7 +10,7 @@ use std::{
     sync::{Arc, Mutex, OnceLock},
 };
 
-use attn_core::{Error, Unsupported};
+use attn_core::{Error, Unsupported, process};
 use wgpu::{DeviceType, ErrorFilter, Features, Limits};
 
 use crate::{
@@ -72,6 +72,7 @@ fn text_of(panic: &(dyn Any + Send)) -> String {
 impl Gpu {
     /// Chooses an adapter and opens its device.
     pub fn open(options: &Options) -> Result<Self, Unsupported> {
+        process::open()?;
         let mut descriptor = wgpu::InstanceDescriptor::new_without_display_handle();
         descriptor.flags = wgpu::InstanceFlags::empty();
         let instance = wgpu::Instance::new(descriptor);
@@ -124,6 +125,7 @@ impl Gpu {
 
     /// Takes a caller's device.
     pub fn of_device(device: wgpu::Device, queue: wgpu::Queue) -> Result<Self, Unsupported> {
+        process::open()?;
         let info = device.adapter_info();
         let limits = device.limits();
         if limits.max_compute_invocations_per_workgroup < 256
@@ -194,8 +196,9 @@ impl Gpu {
         Err(device(doing, failed))
     }
 
-    /// Refuses a lost device.
+    /// Refuses a lost device, and a process that was forked from the one that opened it.
     pub fn alive(&self, doing: &'static str) -> Result<(), Error> {
+        process::check()?;
         if self.lost.get().is_none() && !self.lives() {
             let _ = self.lost.set("destroyed or reset".to_owned());
         }

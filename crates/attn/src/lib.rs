@@ -36,7 +36,7 @@ pub use attn_core::{
     RotaryScaling, RotaryStyle, RotaryTable, RowPlaces, Rows, RowsMut, Scheme, SequenceImage,
     SpanStates, SpansStep, StepInputs, StepOutputs, StridedRows, TokenWrite, TruncateLimit,
     Unsupported, WideRows, WideRowsMut, Window, arithmetic, cache, convert, events, format,
-    formats, layout, problem, quant, rotary,
+    formats, layout, problem, process, quant, rotary,
 };
 
 pub use device::{Device, DeviceName};

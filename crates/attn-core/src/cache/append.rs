@@ -73,7 +73,7 @@ impl KvCache {
             .fold(0usize, |n, a| n.saturating_add(a.tokens));
         let [k, v] = self.checked_rows(tokens, k.into(), v.into())?;
         self.append_tokens(appends, |store, writes| {
-            store.append(&CacheAccess(()), 0, writes, k.rows(), v.rows())
+            store.append(&CacheAccess::here()?, 0, writes, k.rows(), v.rows())
         })
     }
 

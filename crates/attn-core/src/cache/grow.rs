@@ -31,7 +31,7 @@ impl KvCache {
         config.check()?;
         self.pages.reserve(count)?;
         if count > 0 {
-            self.store.grow(&CacheAccess(()), count)?;
+            self.store.grow(&CacheAccess::here()?, count)?;
         }
         self.pages.grow(count);
         self.config = config;

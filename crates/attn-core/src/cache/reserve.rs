@@ -6,7 +6,7 @@ use std::ops::Range;
 use super::{Append, CacheAccess, KvCache, PageStore, TokenWrite};
 use crate::{
     error::{Error, Many, filled},
-    events,
+    events, process,
     rows::Rows,
 };
 
@@ -108,7 +108,7 @@ impl KvCache {
         let tokens = self.check_unwritten(layer)?.tokens;
         let [k, v] = self.checked_rows(tokens, k.into(), v.into())?;
         self.write_in_span(layer, |store, writes| {
-            store.append(&CacheAccess(()), layer, writes, k.rows(), v.rows())
+            store.append(&CacheAccess::here()?, layer, writes, k.rows(), v.rows())
         })
     }
 
@@ -226,6 +226,7 @@ impl KvCache {
             return Ok(());
         };
         if !step.writes.is_empty() {
+            process::check()?;
             write(&mut *self.store, &step.writes)?;
         }
         step.written[layer] = true;
@@ -423,7 +424,7 @@ impl KvCache {
         let mut bytes = filled("a copy of a page", self.config.layers * size, 0)?;
         for (layer, bytes) in bytes.chunks_exact_mut(size).enumerate() {
             self.store
-                .read_pages(&CacheAccess(()), layer, &[page], bytes)?;
+                .read_pages(&CacheAccess::here()?, layer, &[page], bytes)?;
         }
         Ok(bytes)
     }
@@ -437,7 +438,7 @@ impl KvCache {
 fn write_all_layers(store: &mut dyn PageStore, page: u32, bytes: &[u8]) -> Result<(), Error> {
     let size = store.layout().page_bytes();
     let mut layers = bytes.chunks_exact(size).enumerate();
-    layers.try_for_each(|(layer, bytes)| store.write_page(&CacheAccess(()), layer, page, bytes))
+    layers.try_for_each(|(layer, bytes)| store.write_page(&CacheAccess::here()?, layer, page, bytes))
 }
 
 fn replace<'a>(pages: impl Iterator<Item = &'a mut u32>, from: u32, to: u32) {

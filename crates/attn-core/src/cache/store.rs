@@ -5,6 +5,7 @@ use std::any::Any;
 use crate::{
     error::{Error, refuse},
     layout::PageLayout,
+    process,
     wide_rows::WideRows,
 };
 
@@ -22,9 +23,19 @@ pub struct TokenWrite {
     pub token: usize,
 }
 
-/// Permission to drive a [`PageStore`]. Only a [`KvCache`](super::KvCache) has one, so that no other caller can write pages that sequences own.
+/// Permission to drive a [`PageStore`]. Only a [`KvCache`](super::KvCache) has one, so that no other caller can write pages that sequences own; and only in
+/// the process that opened its device ([`process`]).
 #[derive(Debug)]
-pub struct CacheAccess(pub(super) ());
+pub struct CacheAccess(());
+
+impl CacheAccess {
+    /// # Errors
+    /// Those of [`process::check`].
+    pub(super) fn here() -> Result<Self, Error> {
+        process::check()?;
+        Ok(CacheAccess(()))
+    }
+}
 
 /// A backend's pools of pages, one for each layer, driven by the [`KvCache`](super::KvCache) that owns it. Layers are below [`PageStore::layers`].
 /// A store on the host that differs from [`HostPages`](crate::HostPages) in some calls implements [`HostStore`](crate::HostStore).

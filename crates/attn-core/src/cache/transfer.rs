@@ -107,7 +107,7 @@ impl KvCache {
         // Of an empty sequence there are no bytes, and no layer's part.
         for (layer, out) in layers.zip(out.chunks_exact_mut(bytes.max(1))) {
             self.store
-                .read_pages(&CacheAccess(()), layer, &pages, out)?;
+                .read_pages(&CacheAccess::here()?, layer, &pages, out)?;
             held.canonical(out);
         }
         Ok(())
@@ -173,7 +173,7 @@ impl KvCache {
             .collect::<Result<Vec<u32>, _>>()?;
         let written = layers().enumerate().try_for_each(|(layer, bytes)| {
             self.store
-                .write_pages(&CacheAccess(()), layer, &taken, bytes)
+                .write_pages(&CacheAccess::here()?, layer, &taken, bytes)
         });
         if written.is_err() {
             taken

@@ -416,8 +416,7 @@ impl CudaBackend {
         format: KvFormat,
         layout: KvLayout,
     ) -> Result<NativePlan, Error> {
-        let bind = self.device.context.bind_to_thread();
-        bind.map_err(failed("binding the context"))?;
+        self.device.bind()?;
         let plan = prepare(kind, &self.device, problem, format, layout)?;
         plan.launch_plan.check_longest(problem)?;
         Ok(plan)

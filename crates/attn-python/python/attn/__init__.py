@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import List, Optional
 
 from . import _attn
-from ._cache import Cache, CacheStats, SequenceImage
+from ._cache import Cache, CacheStats
 from ._errors import (
     AttnError,
     CacheFullError,
@@ -22,6 +22,7 @@ from ._errors import (
     ShapeError,
     UnsupportedError,
 )
+from ._image import SequenceImage
 from ._quantize import dequantize, quantize
 from ._spans import merge_spans
 

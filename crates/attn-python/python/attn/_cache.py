@@ -7,7 +7,8 @@ from typing import Any, List, Optional, Sequence, Tuple, Union
 
 from . import _attn
 from ._arrays import Rows, _numpy
-from ._errors import ParameterError, ShapeError
+from ._errors import ParameterError, ShapeError, UnsupportedError
+from ._image import SequenceImage
 from ._options import Modifiers, count, numbers
 from ._spans import spans_of
 
@@ -39,23 +40,9 @@ class CacheStats:
 
 
 @dataclass(frozen=True)
-class SequenceImage:
-    """A sequence outside its cache, for `Cache.restore`: its format and shape, and its pages as bytes, those of the first layer, then of the next."""
-
-    format: str
-    heads: int
-    dim: int
-    page_size: int
-    tokens: int
-    k_scales: Optional[Tuple[float, ...]]
-    v_scales: Optional[Tuple[float, ...]]
-    pages: Tuple[bytes, ...]
-    layers: int = 1
-
-
-@dataclass(frozen=True)
 class _CacheOptions:
     format: str
+    q_heads: Optional[int]
     heads: int
     dim: int
     max_tokens: int
@@ -93,11 +80,15 @@ class Cache:
         sequences: sequences, numbered from 0, all empty.
         layers: layers of a model that have the same shape: lengths and pages in common, a pool for each. A step is reserved once, then written
             layer by layer: `reserve`, `write`.
+        q_heads: query heads of the steps to come, where they are known: a number that no step can have is refused here rather than by the first one.
         device: `"cpu"`, `"cuda"`, `"cuda:1"`, `"wgpu"`; None: what `ATTN_BACKEND` names, else the best here.
         pages: pages of the pool, in place of enough for `max_tokens` of every sequence.
         page_size: tokens of a page: 16, 32, 64 or 128.
         max_q_len: most query tokens of a sequence in a step, for formats with a window (`"int4"`, `"int8/int4"`); others take any number.
         k_scales, v_scales: static scales, one for each head, or for each layer and head, for `"fp8"` and `"int8-tensor"`.
+
+    `copy.copy` and `copy.deepcopy` give a cache of its own with the same sequences. A cache can be neither pickled nor used in a process that was forked
+    from the one that made it: start that one with multiprocessing's "spawn", and send sequences by `save`.
 
     Raises:
         ParameterError, UnsupportedError, OutOfMemoryError, DeviceError.
@@ -119,6 +110,7 @@ class Cache:
         max_tokens: int,
         sequences: int = 1,
         layers: int = 1,
+        q_heads: Optional[int] = None,
         device: Optional[str] = None,
         pages: Optional[int] = None,
         page_size: int = 64,
@@ -133,6 +125,7 @@ class Cache:
             device = str(device)
         self._options = _CacheOptions(
             format=format,
+            q_heads=None if q_heads is None else count("q_heads", q_heads, 1),
             heads=count("heads", heads, 1),
             dim=count("dim", dim, 1),
             max_tokens=count("max_tokens", max_tokens),
@@ -482,23 +475,29 @@ class Cache:
 
     def save(self, sequence: int = 0) -> SequenceImage:
         """A sequence's pages, to be restored into this or another cache of the same format and shape, on any device."""
-        tokens, pages = self._cache.read_back(count("sequence", sequence))
-        o = self._options
-        scales = (None if s is None else tuple(s) for s in (o.k_scales, o.v_scales))
-        return SequenceImage(o.format, o.heads, o.dim, o.page_size, tokens, *scales, tuple(pages), o.layers)
+        return SequenceImage(self._cache.save(count("sequence", sequence)))
 
     def restore(self, sequence: int, image: SequenceImage) -> None:
-        """Fills an empty sequence with what `save` gave."""
-        o = self._options
-        for what in ("format", "heads", "dim", "page_size", "layers"):
-            own, other = getattr(o, what), getattr(image, what)
-            if own != other:
-                raise ShapeError(f"{what} is {other!r} in the image but {own!r} in the cache; restore it into a cache of its own kind")
-        for what in ("k_scales", "v_scales"):
-            own, other = getattr(o, what), getattr(image, what)
-            if (own and list(own)) != (other and list(other)):
-                raise ShapeError(f"{what} differ between the image and the cache; restore it into a cache of its own kind")
-        self._cache.restore(count("sequence", sequence), image.tokens, list(image.pages))
+        """Fills an empty sequence with what `save` gave.
+
+        Raises:
+            SequenceError; ParameterError for a sequence that is not empty, and for numbers that the format cannot have; ShapeError for the image of a cache
+            of another format, shape or other scales; CacheFullError.
+        """
+        if not isinstance(image, SequenceImage):
+            raise ParameterError(f"image is a {type(image).__name__}; needed: what save gives, or attn.SequenceImage(data) of its bytes")
+        self._cache.restore(count("sequence", sequence), image.data)
+
+    def __copy__(self) -> "Cache":
+        made = Cache.__new__(Cache)
+        made._options, made._cache = self._options, self._cache.copy()
+        return made
+
+    def __deepcopy__(self, memo: Any) -> "Cache":
+        return self.__copy__()
+
+    def __reduce__(self) -> Any:
+        raise UnsupportedError("a cache cannot be pickled, since its pages lie in the memory of its device; save(sequence) gives what can be pickled, and restore takes it")
 
     def __repr__(self) -> str:
         o = self._options

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any, Tuple
 
 from ._arrays import Rows
-from ._cache import Cache, SequenceImage
+from ._cache import Cache
 from ._errors import ShapeError
+from ._image import SequenceImage
 
 
 def quantize(k: Any, v: Any, format: str = "int8", *, page_size: int = 64) -> SequenceImage:
@@ -35,7 +36,7 @@ def dequantize(image: SequenceImage) -> Tuple[Any, Any]:
         heads=image.heads,
         dim=image.dim,
         max_tokens=image.tokens,
-        pages=len(image.pages),
+        pages=image.num_pages,
         page_size=image.page_size,
         k_scales=image.k_scales,
         v_scales=image.v_scales,

@@ -114,7 +114,7 @@ impl Cache {
     ) -> PyResult<()> {
         let stream = stream.unwrap_or(0);
         py.detach(|| {
-            let mut inner = self.lock();
+            let mut inner = self.lock()?;
             let (steps, cache) = inner.device_steps(&self.device)?;
             step(steps, cache, stream_of(stream))
         })
