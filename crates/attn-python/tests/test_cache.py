@@ -1,8 +1,14 @@
 """`attn.Cache` over numpy on the CPU."""
 
+import copy
+import dataclasses
 import multiprocessing
+import os
 import pathlib
+import pickle
 import re
+import select
+import signal
 import threading
 
 import attn
@@ -260,9 +266,58 @@ def test_a_sequence_leaves_its_cache_and_comes_back(rng):
     # fp8 and int8-tensor pages have the same size; an image says what it is.
     fp8 = filled(rng, "fp8").save()
     other = attn.Cache("int8-tensor", heads=2, dim=64, max_tokens=1024, device="cpu")
-    with pytest.raises(attn.ShapeError, match="format is 'fp8' in the image"):
+    with pytest.raises(attn.ShapeError, match="format is fp8 in the image"):
         other.restore(0, fp8)
     assert other.lens == [0]
+
+
+@pytest.mark.parametrize("format", ["int8", "int4", "fp8"])
+def test_an_image_is_one_block_of_bytes_with_a_checksum(rng, format):
+    image = filled(rng, format, tokens=70, page_size=32).save()
+    assert (image.format, image.heads, image.dim, image.page_size, image.layers, image.tokens) == (format, 2, 64, 32, 1, 70)
+    assert len(image.pages) == image.num_pages >= 3 and image.data.endswith(b"".join(image.pages))
+    assert image.k_scales == ((1.0, 1.0) if format == "fp8" else None)
+    for same in (attn.SequenceImage(image.data), attn.SequenceImage(bytearray(bytes(image))), pickle.loads(pickle.dumps(image)), copy.deepcopy(image)):
+        assert same == image and hash(same) == hash(image) and same.tokens == 70
+    for at in rng.integers(0, len(image.data), 300).tolist() + list(range(130)):
+        damaged = bytearray(image.data)
+        damaged[at] ^= 1 << int(rng.integers(0, 8))
+        with pytest.raises(attn.AttnError):
+            attn.SequenceImage(damaged)
+    for wrong in (image.data[:-1], image.data + b"x", b"", b"attn-seq", memoryview(image.data)[::2], 5, None, "attn-seq", [1, 2]):
+        with pytest.raises(attn.AttnError):
+            attn.SequenceImage(wrong)
+    with pytest.raises(attn.ParameterError, match="'tokens'"):
+        dataclasses.replace(image, tokens=-1)
+    for field in ("tokens", "data"):
+        with pytest.raises(AttributeError):
+            setattr(image, field, 5)
+
+
+def test_a_cache_is_copied_whole_and_not_pickled(rng):
+    for format in ("int8", "int4"):
+        cache = filled(rng, format, sequences=3)
+        cache.fork(0, 1)
+        x, q = rows(rng, 5, 2, 64), rows(rng, 1, 4, 64)
+        for copied in (copy.deepcopy(cache), copy.copy(cache)):
+            assert copied.lens == cache.lens and copied.stats() == cache.stats() and copied.device == cache.device
+            before = cache.save()
+            copied.append(x, x, sequences=1)
+            assert cache.lens == [200, 200, 0] and copied.lens == [200, 205, 0] and cache.save() == before
+            straight = attn.Cache(format, heads=2, dim=64, max_tokens=1024, device="cpu")
+            straight.restore(0, before)
+            straight.append(x, x)
+            assert (copied.attend(q, sequences=1) == straight.attend(q)).all()
+            assert (copied.attend(q) == cache.attend(q)).all()
+        with pytest.raises(attn.UnsupportedError, match="save"):
+            pickle.dumps(cache)
+    dropped = filled(rng)
+    dropped.drop_before(0, 150)
+    assert copy.deepcopy(dropped).first_tokens == dropped.first_tokens == [128]
+    layers = attn.Cache(heads=2, dim=64, max_tokens=64, layers=2, device="cpu")
+    layers.reserve([0], [1])
+    with pytest.raises(attn.ShapeError, match="step"):
+        copy.deepcopy(layers)
 
 
 def test_pages_run_out_without_a_trace(rng):
@@ -335,6 +390,9 @@ def test_refusals_change_nothing(rng, error, call):
         (attn.ParameterError, dict(dim=0)),
         (attn.ParameterError, dict(heads=0)),
         (attn.ParameterError, dict(heads=1 << 62)),
+        (attn.ParameterError, dict(q_heads=142)),
+        (attn.ParameterError, dict(q_heads=3)),
+        (attn.ParameterError, dict(q_heads=0)),
         (attn.ParameterError, dict(page_size=8)),
         (attn.ParameterError, dict(page_size=1 << 62)),
         (attn.ParameterError, dict(max_tokens=-1)),
@@ -397,23 +455,79 @@ def test_threads_work_on_caches_at_once(rng):
     assert not wrong
 
 
-def _in_child(queue):
+def _in_child(queue, image):
+    cache = attn.Cache(heads=2, dim=64, max_tokens=1024, device="cpu")
+    cache.restore(0, image)
+    queue.put(cache.save() == image)
+
+
+def test_a_spawned_process_takes_images(rng):
+    cache = filled(rng)
+    context = multiprocessing.get_context("spawn")
+    queue = context.Queue()
+    child = context.Process(target=_in_child, args=(queue, cache.save()))
+    child.start()
+    assert queue.get(timeout=120)
+    child.join(60)
+
+
+def outcome_of_child(work, seconds=20):
+    """What `work` says in a process that is forked from this one; fails if it takes longer than a call that is refused at once."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            said = work()
+        except BaseException as error:
+            said = f"{type(error).__name__}: {error}"
+        os.write(writer, str(said).encode())
+        os._exit(0)
+    os.close(writer)
     try:
-        attn.Cache(heads=1, dim=64, max_tokens=64, device="cpu")
-        queue.put("made")
-    except attn.AttnError as error:
-        queue.put(str(error))
+        ready, _, _ = select.select([reader], [], [], seconds)
+        assert ready, f"the child hangs for {seconds} s"
+        return os.read(reader, 4096).decode()
+    finally:
+        os.close(reader)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
 
 
-def test_a_forked_process_is_told_so():
-    attn.Cache(heads=1, dim=64, max_tokens=64, device="cpu")
-    for method, said in (("fork", "spawn"), ("spawn", "made")):
-        context = multiprocessing.get_context(method)
-        queue = context.Queue()
-        child = context.Process(target=_in_child, args=(queue,))
-        child.start()
-        assert said in queue.get(timeout=120)
-        child.join(60)
+# Large enough that the threads take part.
+LARGE = 600
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda cache, x: cache.attend(x),
+        lambda cache, x: cache.attend(x[-1:]),
+        lambda cache, x: cache.append(x, x),
+        lambda cache, x: cache.append(x[:1], x[:1]),
+        lambda cache, x: cache.attend_spans(x[-1:]),
+        lambda cache, x: cache.save(),
+        lambda cache, x: cache.restore(1, attn.SequenceImage(cache.save())),
+        lambda cache, x: cache.export(),
+        lambda cache, x: cache.fork(0, 1),
+        lambda cache, x: cache.free(0),
+        lambda cache, x: cache.lens,
+        lambda cache, x: copy.deepcopy(cache),
+        lambda cache, x: attn.Cache(heads=2, dim=64, max_tokens=64, device="cpu"),
+        lambda cache, x: attn.Cache(heads=2, dim=64, max_tokens=64),
+        lambda cache, x: attn.quantize(x, x),
+        lambda cache, x: f"UnsupportedError: {attn.devices()[-1].absent}",
+    ],
+)
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_process_is_told_so_at_once(rng, call):
+    cache = filled(rng, tokens=LARGE, sequences=2)
+    x = rows(rng, LARGE, 2, 64)
+    cache.attend(x)
+    said = outcome_of_child(lambda: call(cache, x))
+    assert said.startswith("UnsupportedError: this process was forked from one that had opened attn's devices") and "spawn" in said, said
+    # The parent goes on.
+    assert cache.attend(x).shape == x.shape
 
 
 def test_devices_say_what_is_here_and_why_the_others_are_not():

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from typing import Any, Optional, Sequence
 
-from ._errors import ShapeError
+from ._errors import AttnError, OutOfMemoryError, ShapeError
 
 _CUDA = 2
 
@@ -39,6 +39,43 @@ def _has_rows(strides: Sequence[int], shape: Sequence[int], step: int) -> bool:
     return (shape[-1] == 1 or strides[-1] == step) and all(s >= 0 and s % step == 0 for s in strides)
 
 
+def _without_dlpack(x: Any) -> ShapeError:
+    return ShapeError(f"a {type(x).__name__} of type {getattr(x, 'dtype', '?')} has no DLPack form; convert it to float32, float16 or bfloat16")
+
+
+def _check_dense(what: str, x: Any) -> None:
+    """Refuses torch's tensors whose memory does not have their numbers, one for each element."""
+    import torch
+
+    if x.layout is not torch.strided or x.is_nested:
+        raise ShapeError(f"{what} is no dense tensor but of the layout {x.layout}; pass what .to_dense() gives")
+    if x.is_quantized:
+        raise ShapeError(f"{what} is a quantized tensor; pass what .dequantize() gives")
+
+
+def _resolved(what: str, x: Any, writable: bool) -> Any:
+    """A tensor whose memory has its numbers: torch keeps the negation and the conjugation of some views for later."""
+    _check_dense(what, x)
+    if not (x.is_neg() or x.is_conj()):
+        return x
+    if writable:
+        raise ShapeError(f"{what} is a view that negates or conjugates what lies in its memory, and cannot be written; pass another tensor")
+    return x.resolve_conj().resolve_neg()
+
+
+def torch_capsule(what: str, x: Any) -> Any:
+    """A DLPack capsule of torch's tensor: the one place where tensors leave torch, which hands out memory alone."""
+    import torch
+
+    x = x.detach()
+    if x.is_neg() or x.is_conj():
+        raise ShapeError(f"{what} is a view that negates or conjugates what lies in its memory; pass what .resolve_neg() gives")
+    try:
+        return torch.utils.dlpack.to_dlpack(x)
+    except Exception as error:
+        raise _without_dlpack(x) from error
+
+
 class Rows:
     """An array on its way into the extension.
 
@@ -48,10 +85,21 @@ class Rows:
     __slots__ = ("array", "shape", "on_cuda", "_torch", "_writable")
 
     def __init__(self, what: str, x: Any, *, writable: bool = False) -> None:
+        try:
+            self._take(what, x, writable)
+        except (AttnError, ImportError):
+            raise
+        except MemoryError as error:
+            raise OutOfMemoryError(f"there is no memory for a copy of {what}: {error}") from error
+        except Exception as error:
+            # Libraries raise what they like for arrays that they cannot hand out.
+            raise ShapeError(f"{what} is a {type(x).__name__} that cannot be read: {error}") from error
+
+    def _take(self, what: str, x: Any, writable: bool) -> None:
         self._torch = _is_torch(x)
         self._writable = writable
         if self._torch:
-            x = x.detach()
+            x = _resolved(what, x.detach(), writable)
             self.on_cuda = x.is_cuda
             if x.device.type not in ("cpu", "cuda"):
                 raise ShapeError(f"{what} lies on torch's device {x.device}; allowed: cpu, cuda")
@@ -62,13 +110,19 @@ class Rows:
         else:
             if writable:
                 raise ShapeError(f"{what} is a {type(x).__name__}; needed: an array that can be written in place")
+            numpy = _numpy()
             try:
-                x = _numpy().asarray(x, dtype="float32")
-            except (TypeError, ValueError) as error:
+                # What numpy makes of text, None and flags are no numbers that anybody meant.
+                if numpy.asarray(x).dtype.kind not in "iuf":
+                    raise TypeError("no numbers")
+                x = numpy.asarray(x, dtype="float32")
+            except Exception as error:
                 raise ShapeError(f"{what} is a {type(x).__name__}; needed: an array, or lists of numbers") from error
             self.on_cuda = False
         numpy = sys.modules.get("numpy")
         if numpy is not None and isinstance(x, numpy.ndarray):
+            if isinstance(x, numpy.ma.MaskedArray):
+                raise ShapeError(f"{what} is a masked array, whose memory has numbers behind the mask, too; pass what .filled() gives")
             if writable:
                 if not x.flags.writeable:
                     raise ShapeError(f"{what} cannot be written; pass a writable array")
@@ -124,13 +178,11 @@ class Rows:
     def capsule(self, stream: Optional[int]) -> Any:
         """A DLPack capsule; another library's array is made ready on `stream`."""
         if self._torch:
-            import torch
-
-            return torch.utils.dlpack.to_dlpack(self.array)
+            return torch_capsule("an array", self.array)
         try:
             return self.array.__dlpack__(stream=stream or 1) if self.on_cuda else self.array.__dlpack__()
-        except (BufferError, TypeError, ValueError) as error:
-            raise ShapeError(f"a {type(self.array).__name__} of type {self.array.dtype} has no DLPack form: {error}") from error
+        except Exception as error:
+            raise _without_dlpack(self.array) from error
 
     def stream(self) -> Optional[int]:
         """The stream that work on the array is enqueued on; None for host memory."""
@@ -147,6 +199,14 @@ class Rows:
 
     def empty(self, shape: Sequence[int], *, single: bool = False) -> Any:
         """A new array beside this one, of its type or float32."""
+        try:
+            return self._made(shape, single)
+        except (MemoryError, RuntimeError, ValueError) as error:
+            if isinstance(error, AttnError):
+                raise
+            raise OutOfMemoryError(f"there is no memory for results of the shape {list(shape)}: {error}") from error
+
+    def _made(self, shape: Sequence[int], single: bool) -> Any:
         if self._torch:
             import torch
 

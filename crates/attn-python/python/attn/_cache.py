@@ -9,8 +9,8 @@ from . import _attn
 from ._arrays import Rows, _numpy
 from ._errors import ParameterError, ShapeError, UnsupportedError
 from ._image import SequenceImage
-from ._options import Modifiers, count, numbers
-from ._spans import spans_of
+from ._options import Modifiers, count, counts, device_name, flag, format_name, numbers, one_or_more, optional_count
+from ._spans import MOST_SPANS, spans_of
 
 
 @dataclass(frozen=True)
@@ -118,26 +118,21 @@ class Cache:
         k_scales: Optional[Sequence[float]] = None,
         v_scales: Optional[Sequence[float]] = None,
     ) -> None:
-        if not isinstance(format, str):
-            raise ParameterError(f"format is {format!r}; allowed: a name such as \"int8\"")
-        if device is not None:
-            # torch.device says what it is.
-            device = str(device)
         self._options = _CacheOptions(
-            format=format,
-            q_heads=None if q_heads is None else count("q_heads", q_heads, 1),
+            format=format_name(format),
+            q_heads=optional_count("q_heads", q_heads, 1),
             heads=count("heads", heads, 1),
             dim=count("dim", dim, 1),
             max_tokens=count("max_tokens", max_tokens),
             sequences=count("sequences", sequences),
             layers=count("layers", layers, 1),
-            pages=None if pages is None else count("pages", pages),
+            pages=optional_count("pages", pages),
             page_size=count("page_size", page_size, 1),
             max_q_len=count("max_q_len", max_q_len),
             k_scales=numbers("k_scales", k_scales),
             v_scales=numbers("v_scales", v_scales),
         )
-        self._cache = _attn.Cache(self._options, device)
+        self._cache = _attn.Cache(self._options, device_name(device))
 
     @property
     def format(self) -> str:
@@ -189,27 +184,27 @@ class Cache:
             raise ParameterError(f"layer is missing; the cache has {self.layers}")
         return count("layer", 0 if layer is None else layer)
 
-    def _batch(self, what: str, rows: Rows, sequences: Any, counts: Any) -> Tuple[List[int], List[int]]:
-        """The sequences of a call and their tokens; rows are `[tokens, heads, dim]` or `[sequences, tokens, heads, dim]`."""
+    def _batch(self, what: str, rows: Rows, sequences: Any, tokens_name: str, tokens: Any) -> Tuple[List[int], List[int]]:
+        """The sequences of a call and their tokens, which the argument of this name counts; rows are `[tokens, heads, dim]` or `[sequences, tokens, heads, dim]`."""
         if len(rows.shape) not in (3, 4):
             raise ShapeError(f"{what} has the shape {list(rows.shape)}; needed: [tokens, heads, dim] or [sequences, tokens, heads, dim]")
         is_batch = len(rows.shape) == 4
+        each = None if tokens is None else counts(tokens_name, tokens)
         if sequences is None:
-            sequences = range(rows.shape[0]) if is_batch else range(1 if counts is None else len(counts))
-        elif hasattr(sequences, "__index__"):
-            sequences = [sequences]
-        sequences = [count("sequences", s) for s in sequences]
+            sequences = list(range(rows.shape[0] if is_batch else 1 if each is None else len(each)))
+        else:
+            sequences = one_or_more("sequences", sequences)
         if is_batch:
             if len(sequences) != rows.shape[0]:
                 raise ShapeError(f"{what} has rows for {rows.shape[0]} sequences, but sequences names {len(sequences)}")
-            if counts is not None:
+            if each is not None:
                 raise ParameterError(f"{what} of four dims has as many tokens for each sequence; pass three dims for other counts")
             return sequences, [rows.shape[1]] * rows.shape[0]
-        if counts is None:
+        if each is None:
             if len(sequences) != 1:
-                raise ParameterError(f"{what} has {rows.shape[0]} tokens for {len(sequences)} sequences; say how many each gets")
+                raise ParameterError(f"{what} has {rows.shape[0]} tokens for {len(sequences)} sequences; say how many each gets: {tokens_name}")
             return sequences, [rows.shape[0]]
-        return sequences, [count("tokens of a sequence", n) for n in counts]
+        return sequences, each
 
     def append(
         self,
@@ -232,7 +227,7 @@ class Cache:
             looked at, unless `ATTN_CHECK=1` is set).
         """
         k, v = Rows("k", k), Rows("v", v)
-        sequences, tokens = self._batch("k", k, sequences, tokens)
+        sequences, tokens = self._batch("k", k, sequences, "tokens", tokens)
         k, v, stream = self._new_rows(k, v)
         self._cache.append(k, v, sequences, tokens, stream)
 
@@ -264,7 +259,7 @@ class Cache:
         Raises:
             SequenceError, CacheFullError; ParameterError for a sequence named twice; ShapeError while another step is open. Nothing is changed then.
         """
-        self._cache.reserve([count("sequences", s) for s in sequences], [count("tokens", n) for n in tokens])
+        self._cache.reserve(one_or_more("sequences", sequences), one_or_more("tokens", tokens))
 
     def write(self, layer: int, k: Any, v: Any) -> None:
         """Writes one layer's K and V of the tokens that `reserve` has counted. Layers come in any order, each once.
@@ -335,7 +330,7 @@ class Cache:
             ShapeError, SequenceError, ParameterError, UnsupportedError, DeviceError; NumberError for NaN and infinity in host memory.
         """
         rows = Rows("q", q)
-        sequences, q_lens = self._batch("q", rows, sequences, q_lens)
+        sequences, q_lens = self._batch("q", rows, sequences, "q_lens", q_lens)
         options = _StepOptions(
             sequences=sequences,
             q_lens=q_lens,
@@ -344,7 +339,7 @@ class Cache:
         )
         if out is None:
             out = rows.empty(rows.shape)
-        lse = rows.empty(rows.shape[:-1], single=True) if return_lse else None
+        lse = rows.empty(rows.shape[:-1], single=True) if flag("return_lse", return_lse) else None
         outputs = Rows("out", out, writable=True)
         if outputs.shape != rows.shape:
             raise ShapeError(f"out has the shape {list(outputs.shape)}; needed: that of q, {list(rows.shape)}")
@@ -391,8 +386,8 @@ class Cache:
             Those of `attend`; ParameterError for a shard that ends inside a span though tokens follow.
         """
         rows = Rows("q", q)
-        sequences, q_lens = self._batch("q", rows, sequences, q_lens)
-        after = [] if tokens_after is None else [count("tokens_after", n) for n in tokens_after]
+        sequences, q_lens = self._batch("q", rows, sequences, "q_lens", q_lens)
+        after = [] if tokens_after is None else counts("tokens_after", tokens_after)
         if after and len(after) != len(sequences):
             raise ShapeError(f"tokens_after has {len(after)} counts for {len(sequences)} sequences")
         options = _StepOptions(
@@ -403,9 +398,11 @@ class Cache:
             tokens_after=after,
         )
         lens = self.lens
-        if spans is None:
-            spans = spans_of(max((lens[s] for s in sequences if s < len(lens)), default=0))
-        shape = (count("spans", spans, 1), sum(q_lens), *rows.shape[-2:])
+        needed = spans_of(max((lens[s] for s in sequences if s < len(lens)), default=0))
+        spans = needed if spans is None else count("spans", spans, 1)
+        if spans > MOST_SPANS:
+            raise ParameterError(f"spans is {spans}; allowed: 1 to {MOST_SPANS}, those of the longest sequence")
+        shape = (spans, sum(q_lens), *rows.shape[-2:])
         stream = rows.stream()
         max_sums, o = rows.empty((*shape[:-1], 2), single=True), rows.empty(shape, single=True)
         self._cache.attend_spans(
@@ -454,7 +451,7 @@ class Cache:
 
     def pages_needed(self, sequences: Sequence[int], tokens: Sequence[int]) -> int:
         """Free pages that an append of so many tokens takes; it has room where `stats().free_pages` is at least that."""
-        return self._cache.pages_needed([count("sequences", s) for s in sequences], [count("tokens", n) for n in tokens])
+        return self._cache.pages_needed(one_or_more("sequences", sequences), one_or_more("tokens", tokens))
 
     def pages_for(self, tokens: int) -> int:
         """Pages that a sequence of so many tokens takes at most, in an empty cache: what `pages=` is computed from."""

@@ -1,39 +1,143 @@
-"""Arguments on their way into the extension: counts, numbers per head, and what changes scores."""
+"""Arguments on their way into the extension: whatever Python passes becomes a whole number, a float, a flag, a text or a list of these, or a
+`ParameterError` that says what was given and what is allowed. Arrays of numbers, numpy's and torch's, are lists of numbers; `_arrays` takes rows."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import index
 from typing import Any, List, Optional
 
 from ._errors import ParameterError
 
 
+def _refusal(what: str, x: Any, allowed: str) -> ParameterError:
+    """The error for an argument, which is shown as far as it is short."""
+    try:
+        shown = repr(x)
+    except Exception:
+        shown = ""
+    if not shown or len(shown) > 200:
+        shown = f"a {type(x).__name__}"
+    return ParameterError(f"{what} is {shown}; allowed: {allowed}")
+
+
+def _plain(x: Any) -> Any:
+    """An array of numbers, or a number of a library's own type, as Python's."""
+    return x.tolist() if hasattr(x, "tolist") and not isinstance(x, type) else x
+
+
 def count(what: str, x: Any, least: int = 0) -> int:
-    """`x` as a number of things; Python's own conversions would take 2.5 and True."""
-    if isinstance(x, bool) or not hasattr(x, "__index__") or x.__index__() < least:
-        raise ParameterError(f"{what} is {x!r}; allowed: a whole number from {least} on")
-    if x.__index__() >= 1 << 63:
-        raise ParameterError(f"{what} is {x!r}; allowed: less than 2^63")
-    return x.__index__()
+    """`x` as a number of things, below 2^63; Python's own conversions would take 2.5 and True."""
+    allowed = f"a whole number from {least} on"
+    try:
+        plain = _plain(x)
+        n = None if isinstance(plain, bool) else index(plain)
+    except Exception as error:
+        raise _refusal(what, x, allowed) from error
+    if n is None or n < least:
+        raise _refusal(what, x, allowed)
+    if n >= 1 << 63:
+        raise _refusal(what, x, "less than 2^63")
+    return n
+
+
+def _items(what: str, x: Any, allowed: str) -> List[Any]:
+    """The items of a sequence, or of an array of one dim."""
+    try:
+        if isinstance(x, (str, bytes, bytearray, dict, set, frozenset)):
+            raise TypeError("no list")
+        items = _plain(x)
+        # Only what has a length ends.
+        len(items)
+        return list(items)
+    except Exception as error:
+        raise _refusal(what, x, allowed) from error
+
+
+def counts(what: str, x: Any, least: int = 0) -> List[int]:
+    """Numbers of things."""
+    return [count(what, n, least) for n in _items(what, x, f"whole numbers from {least} on, in a list")]
+
+
+def one_or_more(what: str, x: Any) -> List[int]:
+    """One number of a thing, or several."""
+    try:
+        is_list = hasattr(_plain(x), "__len__")
+    except Exception as error:
+        raise _refusal(what, x, "a whole number, or a list of them") from error
+    return counts(what, x) if is_list else [count(what, x)]
+
+
+def optional_count(what: str, x: Any, least: int = 0) -> Optional[int]:
+    """A number of things, or None."""
+    return None if x is None else count(what, x, least)
+
+
+def number(what: str, x: Any) -> float:
+    """A real number."""
+    try:
+        plain = _plain(x)
+        if isinstance(plain, (bool, str, bytes, bytearray)):
+            raise TypeError("no number")
+        return float(plain)
+    except Exception as error:
+        raise _refusal(what, x, "a number") from error
+
+
+def optional_number(what: str, x: Any) -> Optional[float]:
+    """A real number, or None."""
+    return None if x is None else number(what, x)
 
 
 def numbers(what: str, x: Any) -> Optional[List[float]]:
     """One number for each head, from any array, sequence or torch tensor; those of several layers one behind the other."""
     if x is None:
         return None
-    if hasattr(x, "tolist"):
-        x = x.tolist()
+    allowed = "a number for each head"
+    of_layers = [value if isinstance(value, (list, tuple)) else [value] for value in _items(what, x, allowed)]
     try:
-        of_layers = [value if isinstance(value, (list, tuple)) else [value] for value in x]
-        return [float(value) for values in of_layers for value in values]
-    except (TypeError, ValueError) as error:
-        raise ParameterError(f"{what} is {x!r}; allowed: a number for each head") from error
+        return [number(what, value) for values in of_layers for value in values]
+    except ParameterError as error:
+        raise _refusal(what, x, allowed) from error
+
+
+def flag(what: str, x: Any) -> bool:
+    """True or False; Python's own conversion would take "no" for True."""
+    try:
+        plain = _plain(x)
+    except Exception as error:
+        raise _refusal(what, x, "True, False") from error
+    if not isinstance(plain, bool):
+        raise _refusal(what, x, "True, False")
+    return plain
+
+
+def text(what: str, x: Any, allowed: str) -> str:
+    """A name."""
+    if not isinstance(x, str):
+        raise _refusal(what, x, allowed)
+    return str(x)
+
+
+def format_name(x: Any) -> str:
+    """The name of a format, which the extension reads."""
+    return text("format", x, 'a name such as "int8"')
+
+
+def device_name(x: Any) -> Optional[str]:
+    """The name of a device, which the extension reads; torch's own say what they are."""
+    if x is None:
+        return None
+    if type(x).__module__ == "torch" and type(x).__name__ == "device":
+        return str(x)
+    return text("device", x, '"cpu", "wgpu", "cuda", "cuda:1" and so on; None for the best one here')
 
 
 def is_fast(arithmetic: Any) -> bool:
     """Whether prompts may be computed by floats."""
-    if arithmetic not in ("exact", "fast"):
-        raise ParameterError(f'arithmetic is {arithmetic!r}; allowed: "exact", "fast"')
+    allowed = '"exact", "fast"'
+    if text("arithmetic", arithmetic, allowed) not in ("exact", "fast"):
+        raise _refusal("arithmetic", arithmetic, allowed)
     return arithmetic == "fast"
 
 
@@ -52,10 +156,10 @@ class Modifiers:
     @staticmethod
     def of(scale: Any, causal: Any, softcap: Any, window_left: Any, alibi_slopes: Any, sinks: Any, arithmetic: Any) -> "Modifiers":
         return Modifiers(
-            scale=None if scale is None else float(scale),
-            causal=bool(causal),
-            softcap=None if softcap is None else float(softcap),
-            window_left=None if window_left is None else count("window_left", window_left),
+            scale=optional_number("scale", scale),
+            causal=flag("causal", causal),
+            softcap=optional_number("softcap", softcap),
+            window_left=optional_count("window_left", window_left),
             alibi_slopes=numbers("alibi_slopes", alibi_slopes),
             sinks=numbers("sinks", sinks),
             fast=is_fast(arithmetic),

@@ -6,7 +6,7 @@ from typing import Any, Tuple
 
 from ._arrays import Rows
 from ._cache import Cache
-from ._errors import ShapeError
+from ._errors import ParameterError, ShapeError
 from ._image import SequenceImage
 
 
@@ -31,6 +31,8 @@ def quantize(k: Any, v: Any, format: str = "int8", *, page_size: int = 64) -> Se
 
 def dequantize(image: SequenceImage) -> Tuple[Any, Any]:
     """The K and V of pages, as attention reads them: two numpy arrays of float32, `[tokens, heads, dim]`."""
+    if not isinstance(image, SequenceImage):
+        raise ParameterError(f"image is a {type(image).__name__}; needed: what quantize gives, or attn.SequenceImage(data) of its bytes")
     cache = Cache(
         image.format,
         heads=image.heads,

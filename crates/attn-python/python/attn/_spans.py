@@ -8,10 +8,14 @@ from typing import Any, List, Optional, Sequence, Tuple
 from . import _attn
 from ._arrays import Rows
 from ._errors import ParameterError, ShapeError
-from ._options import count, numbers
+from ._options import count, format_name, numbers
 
 SPAN = 1024
 """Tokens of a span, which the arithmetic merges as a whole: shards begin at multiples of it."""
+
+
+MOST_SPANS = 1024
+"""Spans of the longest sequence, of 2^20 tokens."""
 
 
 def spans_of(tokens: int) -> int:
@@ -21,8 +25,7 @@ def spans_of(tokens: int) -> int:
 
 def tokens_of_rank(tokens: int, ranks: int) -> int:
     """Tokens of each rank but the last, where a context of so many is shared evenly: whole spans."""
-    count("tokens", tokens)
-    count("ranks", ranks, 1)
+    tokens, ranks = count("tokens", tokens), count("ranks", ranks, 1)
     return -(-tokens // (SPAN * ranks)) * SPAN
 
 
@@ -90,5 +93,5 @@ def merge_spans(
         v_scales=numbers("v_scales", v_scales),
         kv_heads=count("kv_heads", kv_heads, 1),
     )
-    _attn.merge_spans(str(format), arrays)
+    _attn.merge_spans(format_name(format), arrays)
     return out, lse

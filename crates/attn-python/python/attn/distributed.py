@@ -21,7 +21,7 @@ import torch.distributed as dist
 from . import _errors
 from ._cache import Cache
 from ._errors import AttnError, CacheFullError, NumberError, ParameterError, SequenceError, ShapeError, UnsupportedError
-from ._options import count, numbers
+from ._options import count, counts, numbers, one_or_more
 from ._spans import SPAN, spans_of, tokens_of_rank
 from .torch import merge_spans
 
@@ -137,19 +137,18 @@ class ContextParallelCache:
         own = max(0, tokens - rank * self.share)
         return own if rank == self.ranks - 1 else min(own, self.share)
 
-    def _batch(self, what: str, rows: torch.Tensor, sequences: Any, counts: Any) -> Tuple[List[int], List[int]]:
+    def _batch(self, what: str, rows: torch.Tensor, sequences: Any, tokens_name: str, tokens: Any) -> Tuple[List[int], List[int]]:
         if not isinstance(rows, torch.Tensor) or rows.dim() != 3:
             raise ShapeError(f"{what} is no tensor [tokens, heads, dim]")
-        sequences = [sequences] if hasattr(sequences, "__index__") else sequences
-        sequences = list(range(1 if counts is None else len(counts))) if sequences is None else [count("sequences", s) for s in sequences]
-        counts = [rows.shape[0]] if counts is None else [count("tokens of a sequence", n) for n in counts]
-        if len(counts) != len(sequences) or sum(counts) != rows.shape[0]:
-            raise ShapeError(f"{what} has {rows.shape[0]} tokens, but {len(sequences)} sequences get {counts}")
+        each = [rows.shape[0]] if tokens is None else counts(tokens_name, tokens)
+        sequences = list(range(len(each))) if sequences is None else one_or_more("sequences", sequences)
+        if len(each) != len(sequences) or sum(each) != rows.shape[0]:
+            raise ShapeError(f"{what} has {rows.shape[0]} tokens, but {len(sequences)} sequences get {each}")
         if len(set(sequences)) != len(sequences):
             raise ParameterError(f"sequences are {sequences}; allowed: each once")
         for sequence in sequences:
             self._check(sequence)
-        return sequences, counts
+        return sequences, each
 
     def _check(self, sequence: int) -> int:
         if not 0 <= count("sequence", sequence) < len(self._lens):
@@ -162,18 +161,18 @@ class ContextParallelCache:
         Raises:
             CacheFullError beyond max_tokens, NumberError for NaN and infinity in host memory, on every rank; those of `attn.Cache.append`.
         """
-        sequences, counts = self._batch("k", k, sequences, tokens)
+        sequences, each = self._batch("k", k, sequences, "tokens", tokens)
         # A rank that refused its own rows alone would have other lengths than the rest.
         for what, rows in (("k", k), ("v", v)):
             if not isinstance(rows, torch.Tensor) or rows.shape != (k.shape[0], self.cache.heads, self.cache.dim):
                 raise ShapeError(f"{what} is no tensor [{k.shape[0]}, {self.cache.heads}, {self.cache.dim}]")
             if not rows.is_cuda and not torch.isfinite(rows).all():
                 raise NumberError(f"{what} has NaN or infinity; only finite numbers can be attended to: look for the layer that made it")
-        for sequence, n in zip(sequences, counts):
+        for sequence, n in zip(sequences, each):
             if self._lens[sequence] + n > self._room:
                 raise CacheFullError(f"sequence {sequence} has {self._lens[sequence]} tokens and gets {n}, but the cache has room for {self._room}")
         kept, own, start = [], [], 0
-        for sequence, n in zip(sequences, counts):
+        for sequence, n in zip(sequences, each):
             before = self._lens[sequence]
             first = max(0, self.rank * self.share - before)
             held = self._of_rank(before + n) - self._of_rank(before)
@@ -185,7 +184,7 @@ class ContextParallelCache:
         else:
             k, v = (torch.cat([x[slice(*part)] for part in kept]) for x in (k, v))
         self.cache.append(k, v, sequences=sequences, tokens=own)
-        for sequence, n in zip(sequences, counts):
+        for sequence, n in zip(sequences, each):
             self._lens[sequence] += n
             self._newest[sequence] = min(n, self.cache._options.max_q_len)
 
@@ -227,7 +226,7 @@ class ContextParallelCache:
             The results, of q's shape and type; with `return_lse` also the log-sum-exps. Of integer formats they have the bits of one device over all
             tokens, whatever the shards; of others they do on CPUs.
         """
-        sequences, q_lens = self._batch("q", q, sequences, q_lens)
+        sequences, q_lens = self._batch("q", q, sequences, "q_lens", q_lens)
         lens = [self._lens[sequence] for sequence in sequences]
         refusal, states = None, ()
         try:

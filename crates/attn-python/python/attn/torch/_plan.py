@@ -9,8 +9,9 @@ from typing import Any, Dict, Optional, Sequence, Tuple, Union
 import torch
 
 from .. import _attn
+from .._arrays import torch_capsule
 from .._errors import ParameterError, ShapeError, UnsupportedError
-from .._options import Modifiers, count, numbers
+from .._options import Modifiers, count, counts, flag, format_name, numbers
 
 
 @dataclass
@@ -92,7 +93,7 @@ class Rotary:
 
 
 def _capsule(tensor: Optional[torch.Tensor]) -> Any:
-    return None if tensor is None else torch.utils.dlpack.to_dlpack(tensor.detach())
+    return None if tensor is None else torch_capsule("a tensor of a plan", tensor)
 
 
 def _check_queries(q: torch.Tensor) -> None:
@@ -158,23 +159,26 @@ class Plan:
             raise UnsupportedError('this build of the package leaves CUDA out, which `pip install ./crates/attn-python` has; attn.Cache works on the CPU')
         if not torch.cuda.is_available():
             raise UnsupportedError("torch sees no CUDA device; attn.Cache works on the CPU")
-        device = torch.device("cuda" if device is None else device)
+        try:
+            device = torch.device("cuda" if device is None else device)
+        except (RuntimeError, TypeError) as error:
+            raise ParameterError(f"device is {device!r}; allowed: a CUDA device, such as \"cuda:1\"") from error
         if device.type != "cuda":
             raise ParameterError(f"device is {device}; allowed: a CUDA device; attn.Cache works on the CPU")
         index = torch.cuda.current_device() if device.index is None else device.index
         self.device = torch.device("cuda", index)
         options = _PlanOptions(
-            format=format,
+            format=format_name(format),
             heads=count("heads", heads, 1),
             kv_heads=count("kv_heads", kv_heads, 1),
             dim=count("dim", dim, 1),
             page_size=count("page_size", page_size, 1),
-            q_lens=[count("q_lens", n) for n in q_lens],
+            q_lens=counts("q_lens", q_lens),
             max_kv_len=count("max_kv_len", max_kv_len),
-            rows=bool(rows),
-            rotary=bool(rotary),
-            ragged=bool(ragged),
-            spans=bool(spans),
+            rows=flag("rows", rows),
+            rotary=flag("rotary", rotary),
+            ragged=flag("ragged", ragged),
+            spans=flag("spans", spans),
             modifiers=Modifiers.of(scale, causal, softcap, window_left, alibi_slopes, sinks, arithmetic),
         )
         if options.spans and (options.rows or options.ragged):
