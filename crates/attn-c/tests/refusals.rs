@@ -85,6 +85,12 @@ fn descriptions_that_no_cache_has_are_refused() {
     refused(status, Status::Parameter, "head_dim is 65; allowed: ");
     let status = create(&|config| config.pages = usize::MAX);
     refused(status, Status::Parameter, "num_pages is ");
+    let status = create(&|config| config.q_heads = 71 * HEADS);
+    refused(
+        status,
+        Status::Parameter,
+        "heads_per_kv is 71; allowed: 1 to 64",
+    );
     let status = create(&|config| config.kv_heads = usize::MAX);
     refused(status, Status::Parameter, "num_kv_heads is ");
 }

@@ -1,9 +1,13 @@
 """The vLLM plugin against stubs of vLLM's interface: its contract on the CPU, its steps on a GPU."""
 
 import ast
+import copy
 import inspect
 import os
 import pathlib
+import pickle
+import subprocess
+import sys
 
 import attn
 import pytest
@@ -38,11 +42,73 @@ def gpu():
 def test_registering_twice_is_registering_once():
     for _ in range(2):
         plugin.register()
-    assert stubs.BACKENDS == {"ATTN": "attn.vllm.AttnBackend"}
+    assert stubs.AttentionBackendEnum["ATTN"].value == "attn.vllm.AttnBackend"
     assert set(stubs.HANDLERS) == {"attn_int8", "attn_int8_int4"}
     assert len({handler.torch_dtype() for handler in stubs.HANDLERS.values()}) == 2
     assert all(handler.torch_dtype().itemsize == 1 for handler in stubs.HANDLERS.values())
     assert all(handler.quant_mode() == stubs.KVQuantMode.CUSTOM for handler in stubs.HANDLERS.values())
+
+
+def in_a_process_of_its_own(program, given=b""):
+    """What a new process prints that has vLLM's stubs, and has not loaded the plugin."""
+    setup = "import sys, pickle, vllm_stubs as stubs; stubs.install()\n"
+    environment = dict(os.environ, PYTHONPATH=os.pathsep.join([str(pathlib.Path(__file__).parent), os.environ.get("PYTHONPATH", "")]))
+    done = subprocess.run([sys.executable, "-c", setup + program], input=given, env=environment, capture_output=True, timeout=300)
+    assert done.returncode == 0, done.stderr.decode()
+    return done.stdout.decode(), done.stderr.decode()
+
+
+def test_the_backends_name_reaches_a_process_that_has_not_loaded_the_plugin():
+    plugin.register()
+    names = [stubs.AttentionBackendEnum["ATTN"], stubs.AttentionBackendEnum["TRITON_ATTN"]]
+    for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1):
+        assert pickle.loads(pickle.dumps(names, protocol)) == names == copy.deepcopy(names)
+    program = """
+assert "attn" not in sys.modules
+own, other = pickle.load(sys.stdin.buffer)
+assert own is stubs.AttentionBackendEnum["ATTN"] and own.value == "attn.vllm.AttnBackend"
+assert other is stubs.AttentionBackendEnum["TRITON_ATTN"]
+print(sorted(stubs.HANDLERS))
+"""
+    said, _ = in_a_process_of_its_own(program, pickle.dumps(names))
+    assert said == "['attn_int8', 'attn_int8_int4']\n"
+
+
+# The first three are as 0.32 is.
+LACKS = [
+    ("vllm.config.cache", "register_kv_cache_dtype"),
+    ("vllm.config.cache", "get_kv_cache_dtype_handler"),
+    ("vllm.v1.kv_cache_interface", "KVQuantMode.CUSTOM"),
+    ("vllm.v1.kv_cache_interface", "KVQuantMode"),
+    ("vllm.v1.attention.backends.registry", "register_backend"),
+    ("vllm.v1.attention.backends.registry", "AttentionBackendEnum"),
+]
+
+
+def test_another_vllm_is_left_as_it_is_and_told_so_once():
+    program = f"""
+import copyreg
+from attn.vllm import register
+for module, name in {LACKS}:
+    module, whole = sys.modules[module], name.partition(".")[0]
+    own = getattr(module, whole)
+    if whole == name:
+        delattr(module, name)
+    else:
+        setattr(module, whole, type(whole, (), dict(NONE=0)))
+    register()
+    setattr(module, whole, own)
+    print(stubs.HANDLERS, [x.name for x in stubs.AttentionBackendEnum], stubs.AttentionBackendEnum in copyreg.dispatch_table)
+register()
+print(len(stubs.HANDLERS), stubs.AttentionBackendEnum in copyreg.dispatch_table)
+"""
+    said, warned = in_a_process_of_its_own(program)
+    assert said.splitlines() == ["{} ['TRITON_ATTN'] False"] * len(LACKS) + ["2 True"]
+    warnings = [line for line in warned.splitlines() if "ATTN" in line]
+    assert len(warnings) == len(LACKS)
+    for warning, (_, name) in zip(warnings, LACKS):
+        assert "needs the interface of vLLM 0.33" in warning and "vLLM works without it" in warning
+        assert name.rpartition(".")[2] in warning
 
 
 def test_a_cell_has_the_bytes_of_a_token_for_every_block_size():
@@ -66,14 +132,86 @@ def test_what_it_cannot_do_is_said():
         with pytest.raises(attn.UnsupportedError) as error:
             plugin.AttnImpl(**{**usual, **wrong})
         assert len(str(error.value)) > 40
+    # Layers that the option names keep vLLM's own type.
+    with pytest.raises(attn.UnsupportedError, match="--kv-cache-dtype-skip-layers"):
+        plugin.AttnImpl(**{**usual, "kv_cache_dtype": "auto"})
     backend = plugin.AttnBackend
     assert backend.supports_kv_cache_dtype("attn_int8") and not backend.supports_kv_cache_dtype("auto") and not backend.supports_kv_cache_dtype(None)
+
+
+def names_of(module):
+    """The names that a module of Python's defines or imports, and those inside its classes, `Class.name`."""
+    found = set()
+
+    def add(nodes, prefix):
+        for node in nodes:
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+                found.add(prefix + node.name)
+            if isinstance(node, ast.ClassDef):
+                add(node.body, f"{prefix}{node.name}.")
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+            found.update(prefix + target.id for target in targets if isinstance(target, ast.Name))
+            if isinstance(node, (ast.Import, ast.ImportFrom)):
+                found.update(prefix + (alias.asname or alias.name) for alias in node.names)
+            if isinstance(node, (ast.If, ast.Try)):
+                add([*node.body, *node.orelse], prefix)
+
+    add(ast.parse(module).body, "")
+    return found
+
+
+# What the plugin reads of classes, those that reach it as arguments included. `AttentionSpec` has fields of its base's.
+MEMBERS = {
+    "vllm.v1.attention.backend": ["AttentionCGSupport.UNIFORM_BATCH", "AttentionType.DECODER"],
+    "vllm.v1.kv_cache_interface": [
+        "KVQuantMode.CUSTOM",
+        "KVCacheLayout.LBHNC",
+        *(f"AttentionSpec.{field}" for field in ("num_kv_heads", "head_size", "dtype", "kv_quant_mode", "state_content_bytes")),
+        "KVCacheSpec.block_size",
+    ],
+}
+
+
+def missing_names(source):
+    """The names that the plugin takes from vLLM and the package in this folder does not have."""
+    needed = {module: list(members) for module, members in MEMBERS.items()}
+    for node in ast.walk(ast.parse(inspect.getsource(plugin))):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("vllm."):
+            needed.setdefault(node.module, []).extend(alias.name for alias in node.names)
+    assert {"vllm.config.cache", "vllm.v1.attention.backends.registry"} <= set(needed)
+    missing = []
+    for module, names in needed.items():
+        path = pathlib.Path(source, *module.split("."))
+        files = [file for file in (path.with_suffix(".py"), path / "__init__.py") if file.exists()]
+        found = names_of(files[0].read_text()) if files else set()
+        missing += [f"{module}.{name}" for name in names if name not in found]
+    return missing
+
+
+def test_the_check_of_names_sees_what_is_missing(tmp_path):
+    """The stubs, written out as a package of vLLM's shape, have all names; without one of them, that one is missing."""
+    text = pathlib.Path(stubs.__file__).read_text() + "\nclass KVCacheSpec:\n    block_size: int\n"
+    modules = {*MEMBERS, "vllm.config.cache", "vllm.v1.attention.backends.registry"}
+    for module in modules:
+        file = tmp_path.joinpath(*module.split(".")).with_suffix(".py")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    assert missing_names(tmp_path) == []
+    for module, name in [*LACKS, ("vllm.v1.attention.backend", "AttentionImpl"), ("vllm.v1.kv_cache_interface", "AttentionSpec.state_content_bytes")]:
+        file = tmp_path.joinpath(*module.split(".")).with_suffix(".py")
+        whole, _, member = name.partition(".")
+        changed = text.replace(f"    {member}", "    other_") if member else text.replace(f"class {whole}", "class Other").replace(f"def {whole}", "def other")
+        assert changed != text
+        file.write_text(changed)
+        assert f"{module}.{name}" in missing_names(tmp_path)
+        file.write_text(text)
 
 
 def test_names_and_arguments_are_vllms():
     source = os.environ.get("ATTN_VLLM_SOURCE")
     if not source:
         require("vllm-source", "ATTN_VLLM_SOURCE names no folder with vLLM's package")
+    assert missing_names(source) == []
     tree = ast.parse((pathlib.Path(source) / "vllm/v1/attention/backend.py").read_text())
     classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
 

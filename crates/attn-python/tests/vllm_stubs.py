@@ -80,14 +80,21 @@ class CommonAttentionMetadata:
     causal: Any = True
 
 
-BACKENDS: dict = {}
+class AttentionBackendEnum(enum.Enum):
+    TRITON_ATTN = "vllm.v1.attention.backends.triton_attn.TritonAttentionBackend"
+
+
+# Found under vLLM's name, as its pickles name it.
+AttentionBackendEnum.__module__ = "vllm.v1.attention.backends.registry"
 HANDLERS: dict = {}
 
 
 def register_backend(backend, class_path=None, is_mamba=False):
-    if backend in BACKENDS:
+    if backend in AttentionBackendEnum.__members__:
         raise ValueError(f"{backend} exists")
-    BACKENDS[backend] = class_path
+    member = object.__new__(AttentionBackendEnum)
+    member._name_, member._value_ = backend, class_path
+    AttentionBackendEnum._member_map_[backend] = AttentionBackendEnum._value2member_map_[class_path] = member
     return lambda cls: cls
 
 
@@ -120,7 +127,7 @@ def install() -> None:
             CommonAttentionMetadata,
         ],
         "vllm.v1.attention.backends": [],
-        "vllm.v1.attention.backends.registry": [register_backend],
+        "vllm.v1.attention.backends.registry": [AttentionBackendEnum, register_backend],
         "vllm.v1.kv_cache_interface": [KVCacheLayout, KVQuantMode, AttentionSpec],
     }
     for name, members in modules.items():

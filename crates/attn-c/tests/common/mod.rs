@@ -38,6 +38,7 @@ pub fn config() -> CacheConfig {
         k_scales: ptr::null(),
         v_scales: ptr::null(),
         layers: 0,
+        q_heads: 0,
     }
 }
 

@@ -17,6 +17,8 @@ What it does and does not:
 
 from __future__ import annotations
 
+import copyreg
+import logging
 from collections import OrderedDict
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Dict, List, Optional, Tuple
@@ -32,7 +34,7 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_interface import KVCacheLayout
 
-from ._cache import Cache
+from . import _attn
 from ._errors import UnsupportedError
 from .torch import Plan
 
@@ -44,13 +46,32 @@ BLOCK_SIZES = [16, 32, 64, 128]
 HEAD_SIZES = [64, 80, 96, 128, 192, 256]
 # Plans of batches outside of graphs that are kept.
 _KEPT_PLANS = 16
+_LOG = logging.getLogger(__name__)
 
 
 def register() -> None:
-    """Makes the backend `ATTN` and the cache types known to vLLM; may be called any number of times."""
+    """Makes the backend `ATTN` and the cache types known to vLLM; may be called any number of times.
+
+    vLLM calls it at every start, whichever backend is asked for, and would not start if it raised: a vLLM with another interface is left as it is, and one
+    warning says so.
+    """
+    try:
+        _register()
+    except Exception as error:
+        _LOG.warning(
+            "the attention backend ATTN needs the interface of vLLM 0.33 and is not registered (%s: %s); vLLM works without it",
+            type(error).__name__,
+            error,
+        )
+
+
+def _register() -> None:
+    # Every name is looked up before anything is changed.
     from vllm.config.cache import get_kv_cache_dtype_handler, register_kv_cache_dtype
-    from vllm.v1.attention.backends.registry import register_backend
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
     from vllm.v1.kv_cache_interface import KVQuantMode
+
+    custom = KVQuantMode.CUSTOM
 
     class Handler:
         name = ""
@@ -59,16 +80,27 @@ def register() -> None:
             return ELEMENTS[self.name]
 
         def quant_mode(self) -> Any:
-            return KVQuantMode.CUSTOM
+            return custom
 
     for name in FORMATS:
         if get_kv_cache_dtype_handler(name) is None:
             register_kv_cache_dtype(name)(type(f"{name}_handler", (Handler,), {"name": name}))
-    try:
+    if "ATTN" not in AttentionBackendEnum.__members__:
         register_backend("ATTN", f"{__name__}.AttnBackend")
-    except ValueError:
-        # An earlier call has registered it.
-        pass
+    copyreg.pickle(AttentionBackendEnum, _pickled)
+
+
+def _pickled(member: Any) -> Any:
+    """How vLLM's names of backends are pickled: the others as enums are, by their values."""
+    return (backend_name, ()) if member.name == "ATTN" else member.__reduce_ex__(2)
+
+
+def backend_name() -> Any:
+    """vLLM's name of this backend, for pickles: a process that vLLM spawns unpickles its configuration before it loads plugins."""
+    register()
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    return AttentionBackendEnum["ATTN"]
 
 
 class AttnBackend(AttentionBackend):
@@ -111,7 +143,7 @@ class AttnBackend(AttentionBackend):
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:
         """Says how many bytes a token and head take."""
-        # Layers that `--kv-cache-dtype-skip-layers` names keep 16 bits.
+        # A layer of 16 bits is refused by `AttnImpl`.
         if spec.state_content_bytes is not None or not spec.kv_quant_mode:
             return spec
         (format,) = [FORMATS[name] for name, dtype in ELEMENTS.items() if dtype == spec.dtype]
@@ -145,8 +177,7 @@ class AttnBackend(AttentionBackend):
 
 def cell_bytes(format: str, head_size: int) -> int:
     """Bytes of K, V and their scales, of a token and head: the C of vLLM's cell tensor `[blocks, heads, tokens, C]`. The same for all block sizes."""
-    cache = Cache(format, heads=1, dim=head_size, max_tokens=0, pages=0, device="cpu")
-    return cache.stats().page_bytes // 64
+    return _attn.page_bytes(format, 1, head_size, 64) // 64
 
 
 @dataclass
@@ -248,7 +279,10 @@ class AttnImpl(AttentionImpl):
         sinks: Optional[torch.Tensor] = None,
     ) -> None:
         if kv_cache_dtype not in FORMATS:
-            raise UnsupportedError(f"the attention backend ATTN has no cache of type {kv_cache_dtype!r}; allowed: --kv-cache-dtype {' or '.join(FORMATS)}")
+            raise UnsupportedError(
+                f"the attention backend ATTN has no cache of type {kv_cache_dtype!r}; allowed: --kv-cache-dtype {' or '.join(FORMATS)} for all layers, "
+                "without --kv-cache-dtype-skip-layers"
+            )
         if attn_type != AttentionType.DECODER or kv_sharing_target_layer_name is not None:
             raise UnsupportedError("the attention backend ATTN has decoder layers with a cache of their own alone; choose another backend for this model")
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
