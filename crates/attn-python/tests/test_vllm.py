@@ -165,10 +165,10 @@ MEMBERS = {
     "vllm.v1.attention.backend": ["AttentionCGSupport.UNIFORM_BATCH", "AttentionType.DECODER"],
     "vllm.v1.kv_cache_interface": [
         "KVQuantMode.CUSTOM",
-        "KVCacheLayout.LBHNC",
         *(f"AttentionSpec.{field}" for field in ("num_kv_heads", "head_size", "dtype", "kv_quant_mode", "state_content_bytes")),
         "KVCacheSpec.block_size",
     ],
+    "vllm.v1.kv_cache_layout": ["KVCacheLayout.LBHNC"],
 }
 
 
