@@ -153,6 +153,8 @@ typedef struct attn_cache_config {
   const float *v_scales;
   // Layers of a model that have this shape, with lengths and pages in common and a pool for each: attn_cache_reserve; 0: 1.
   size_t layers;
+  // Query heads of the steps to come, so that a number that no step can have is refused here; 0: not known yet.
+  size_t q_heads;
 } attn_cache_config;
 
 // The state of a cache's pool.
@@ -308,7 +310,7 @@ typedef struct attn_plan_info {
 typedef struct attn_pages {
   // sizeof(attn_pages).
   size_t struct_size;
-  // The pool: num_pages pages, aligned to 256 bytes.
+  // The pool: num_pages pages, aligned to 16 bytes.
   void *pool;
   // Pages of the pool.
   size_t num_pages;

@@ -111,7 +111,7 @@ unsafe impl Config for Spans {
 pub struct Pages {
     /// sizeof(attn_pages).
     pub struct_size: usize,
-    /// The pool: num_pages pages, aligned to 256 bytes.
+    /// The pool: num_pages pages, aligned to 16 bytes.
     pub pool: *mut c_void,
     /// Pages of the pool.
     pub num_pages: usize,

@@ -47,6 +47,30 @@ def test_a_graph_replays_growing_sequences(rng, format):
     assert lens.tolist() == [150] * 3
 
 
+@pytest.mark.parametrize("format", ["int8", "int8/int4-w0", "bf16", "fp8"])
+@pytest.mark.parametrize("q_len", [1, 40])
+@pytest.mark.parametrize("offset", [16, 32, 48, 128])
+def test_a_pool_begins_at_any_multiple_of_16_bytes(rng, format, q_len, offset):
+    """As those of a model's layers do that lie behind one another, whose pages are no multiples of 256 bytes."""
+    plan = plan_of(format, [q_len] * 2, page_size=16)
+    memory = torch.zeros(offset + 64 * plan.page_bytes, dtype=torch.uint8, device="cuda")
+    pools = plan.new_pool(64), memory[offset:].view(64, plan.page_bytes)
+    table = torch.randperm(64, dtype=torch.int32).view(2, 32).cuda()
+    k, v, q = (on_gpu(rows(rng, n, heads, 128)) for n, heads in ((200, 2), (200, 2), (2 * q_len, 8)))
+    position, sequence = torch.arange(100).repeat(2), torch.arange(2).repeat_interleave(100)
+    slots = (table.cpu()[sequence, position // 16].long() * 16 + position % 16).cuda()
+    lens = torch.full((2,), 100, dtype=torch.int32, device="cuda")
+    results = []
+    for pool in pools:
+        plan.append_slots(k, v, pool, slots)
+        results.append(plan.attend(q, pool, table, lens))
+    assert torch.equal(*pools)
+    for a, b in zip(*results):
+        assert torch.equal(a, b)
+    with pytest.raises(attn.ShapeError, match="multiple of 16 bytes"):
+        plan.attend(q, memory[8 : 8 + plan.page_bytes], table, lens)
+
+
 def test_slots_and_ragged_queries(rng):
     q_lens, lens = [1, 70, 5], [40, 100, 5]
     plan = plan_of("int8", q_lens, softcap=30.0, sinks=[0.5] * 8)

@@ -44,6 +44,48 @@ def test_weights_with_gradients_are_read(rng):
         cache.append(k.to("meta"), k.to("meta"))
 
 
+def test_negations_that_torch_keeps_for_later_are_read_and_never_written(rng):
+    x, q = torch.from_numpy(rows(rng, 20, 2, 64)), torch.from_numpy(rows(rng, 2, 4, 64))
+    lazy, plain = (attn.Cache(heads=2, dim=64, max_tokens=64, device="cpu") for _ in range(2))
+    # The imaginary part of a conjugate: torch's public way to such a view.
+    conjugate = torch.complex(q, q).conj().imag
+    for negated, of in ((torch._neg_view(x), x), (torch._neg_view(q), q), (conjugate, q)):
+        assert negated.is_neg() and torch.equal(negated, -of)
+    lazy.append(torch._neg_view(x), torch._neg_view(x))
+    plain.append(-x, -x)
+    assert lazy.save() == plain.save()
+    wanted = plain.attend(-q)
+    for negated in (torch._neg_view(q), conjugate):
+        assert torch.equal(lazy.attend(negated), wanted)
+    out = torch.full_like(q, 9.0)
+    with pytest.raises(attn.ShapeError, match="negates"):
+        lazy.attend(q, out=torch._neg_view(out))
+    assert (out == 9.0).all()
+    # What goes to a GPU leaves torch by the same function.
+    from attn._arrays import torch_capsule
+
+    with pytest.raises(attn.ShapeError, match="resolve_neg"):
+        torch_capsule("k", torch._neg_view(x))
+
+
+@pytest.mark.parametrize(
+    "made, said",
+    [
+        (lambda x: x.to_sparse(), "to_dense"),
+        (lambda x: torch.quantize_per_tensor(x, 0.1, 0, torch.qint8), "dequantize"),
+        (lambda x: torch.nested.nested_tensor([x[0], x[1]]), "to_dense"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_tensors_without_a_number_for_each_element_are_refused(rng, made, said):
+    cache = attn.Cache(heads=2, dim=64, max_tokens=64, device="cpu")
+    x = torch.from_numpy(rows(rng, 5, 2, 64))
+    for call in (lambda: cache.append(made(x), made(x)), lambda: cache.attend(made(x)), lambda: cache.attend(x, out=made(x))):
+        with pytest.raises(attn.ShapeError, match=said):
+            call()
+    assert cache.lens == [0]
+
+
 def test_shards_are_merged(rng):
     import attn.torch
 

@@ -283,6 +283,23 @@ class Host:
         )
 
 
+@pytest.mark.parametrize("layer", [0, 1, 2])
+def test_an_odd_number_of_blocks_serves_every_layer(gpu, layer):
+    """vLLM lays a group's layers behind one another in one tensor, wherever they then begin."""
+    host = Host(gpu, blocks=65)
+    pools = torch.zeros(3, *host.pool.shape, dtype=host.pool.dtype, device=gpu)
+    host.pool = pools[layer]
+    assert layer != 1 or host.pool.data_ptr() % 256
+    cache = attn.Cache("int8", heads=2, dim=64, max_tokens=256, page_size=16, sequences=2, device="cuda")
+    for q_lens in ([100, 3], [1, 1]):
+        metadata = host.builder.build(0, host.batch(q_lens))
+        q, k, v = (rows(sum(q_lens), heads, gpu) for heads in (8, 2, 2))
+        out = host.impl.forward(None, q, k, v, host.pool, metadata, torch.empty_like(q))
+        cache.append(k, v, sequences=[0, 1], tokens=q_lens)
+        assert torch.equal(out, cache.attend(q, sequences=[0, 1], q_lens=q_lens))
+    assert not pools[[i for i in range(3) if i != layer]].any()
+
+
 def rows(tokens, heads, device):
     return torch.randn(tokens, heads, 64, device=device, dtype=torch.bfloat16)
 

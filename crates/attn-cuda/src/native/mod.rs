@@ -428,7 +428,7 @@ impl CudaBackend {
     ///
     /// # Safety
     /// - `stream` is a live `CUstream` of this backend's context (the device's primary one), which is current on this thread.
-    /// - Every address in `args` is device memory of the documented type and length, aligned to 16 bytes (`pool`, `workspace`: 256), and stays
+    /// - Every address in `args` is device memory of the documented type and length, aligned to 16 bytes (`workspace`: 256), and stays
     ///   so until the work has run; `out`, `lse` and the workspace overlap nothing else that runs meanwhile.
     /// - On the device, every `kv_lens` is 0 to [`NativePlan::max_kv_len`]; every page that a length reaches, and the residual pages of the
     ///   last ones, are in the pool; queries are finite and within `Error::QueryRange`; K and V were written by append.

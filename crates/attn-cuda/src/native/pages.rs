@@ -23,8 +23,8 @@ use super::DeviceAddress;
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Pages {
-    /// The first page, at a multiple of 16 bytes, of 256 where pages are appended to or attended: device memory, or for copies also pinned host
-    /// memory that the device can address (`cuMemHostAlloc`).
+    /// The first page, at a multiple of 16 bytes, which bulk copies and vectors of the kernels need: device memory, or for copies also pinned host memory
+    /// that the device can address (`cuMemHostAlloc`).
     pub at: DeviceAddress,
     /// Bytes from one page to the next, a multiple of 16; at least the bytes of a page.
     pub stride: usize,
@@ -43,11 +43,18 @@ impl Pages {
         }
     }
 
-    /// Refuses strides at which pages of `bytes` overlap, or that the kernels' vectors do not divide.
+    /// Refuses strides at which pages of `bytes` overlap, and addresses and strides that the kernels' vectors do not divide.
     ///
     /// # Errors
     /// [`Error::Parameter`].
     pub(crate) fn check(&self, bytes: usize) -> Result<(), Error> {
+        if !self.at.get().is_multiple_of(16) {
+            return Err(Error::Parameter {
+                what: "address of the first page",
+                given: format!("{:#x}", self.at.get()),
+                allowed: "a multiple of 16",
+            });
+        }
         for (what, given, least) in [
             ("bytes of a page", bytes, 1),
             ("page stride", self.stride, bytes),

@@ -37,7 +37,7 @@ class SequenceImage:
         if not isinstance(data, bytes):
             try:
                 data = memoryview(data).tobytes()
-            except TypeError as error:
+            except Exception as error:
                 raise ParameterError(f"data is a {type(data).__name__}; needed: the bytes of an image") from error
         object.__setattr__(self, "data", data)
         object.__setattr__(self, "_header", _attn.image_header(data))

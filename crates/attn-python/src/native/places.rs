@@ -23,11 +23,10 @@ impl Plan {
         let memory = self
             .gpu
             .memory(&array, &[Dtype::U8], usize::from(lie_apart))?;
-        if !memory.bytes.is_multiple_of(page) || !array.address().is_multiple_of(256) {
+        if !memory.bytes.is_multiple_of(page) {
             return Err(errors::shape(format!(
-                "pool has {} bytes at {:#x}; needed: whole pages of {page} bytes, from a multiple of 256 on",
-                memory.bytes,
-                array.address()
+                "pool has {} bytes; needed: whole pages of {page} bytes",
+                memory.bytes
             )));
         }
         let num_pages = memory.bytes / page;
