@@ -522,6 +522,7 @@ fn backends() -> Vec<Refusal> {
             backend: "cuda",
             reason: problem(&[1]).softcap(0.0).check().unwrap_err().to_string(),
         },
+        Unsupported::Forked,
     ];
     let shard = problem(&[1024])
         .tokens_after([5])

@@ -52,11 +52,12 @@ pub fn fuzz_backends(u: &mut Unstructured<'_>, backends: &Backends) -> Result<()
 }
 
 fn config(draw: &mut Draw<'_, '_>) -> CacheConfig {
+    let (format, heads_per_kv, kv) = (draw.format(), draw.range(1..=2), draw.range(1..=2));
     let mut config = CacheConfig::builder(
-        draw.format(),
+        format,
         Heads {
-            q: draw.range(1..=2),
-            kv: draw.range(1..=2),
+            q: heads_per_kv * kv,
+            kv,
             dim: draw.pick(&[64, 64, 64, 80, 96, 128, 192, 256]),
         },
     )

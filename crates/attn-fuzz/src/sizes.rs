@@ -212,6 +212,9 @@ fn drawn_config(draw: &mut Draw<'_, '_>) -> CacheConfig {
         config.num_pages = either(draw, &[0, 1, 7]);
     }
     if draw.once_in(6) {
+        config.num_q_heads = either(draw, &[0, 1, 16, 63, 64, 65, 512, usize::MAX]);
+    }
+    if draw.once_in(6) {
         let scale = draw.float();
         config.k_tensor_scales.push(scale);
     }
@@ -235,6 +238,8 @@ fn config_can_be(c: &CacheConfig) -> bool {
     [64, 80, 96, 128, 192, 256].contains(&c.head_dim)
         && [16, 32, 64, 128].contains(&c.page_size)
         && (1..=65536).contains(&c.num_kv_heads)
+        && (1..=64).contains(&(c.num_q_heads / c.num_kv_heads))
+        && c.num_q_heads.is_multiple_of(c.num_kv_heads)
         && pages::can_be(c.format.k, c.head_dim)
         && pages::can_be(c.format.v, c.head_dim)
         && page() <= i32::MAX as u128

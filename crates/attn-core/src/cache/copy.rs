@@ -64,7 +64,7 @@ impl KvCache {
         }
         if self.config != other.config {
             return refuse(
-                format!("one of {:?}", self.config),
+                "one of another description".to_owned(),
                 "one created from the `config()` of the cache to copy",
             );
         }

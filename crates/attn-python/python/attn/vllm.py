@@ -2,8 +2,8 @@
 
     vllm serve MODEL --attention-backend ATTN --kv-cache-dtype attn_int8
 
-vLLM finds `register` by the entry point `vllm.general_plugins`. Not run under vLLM yet: the interface is checked against stubs that were written
-from vLLM 0.33.0's sources (tests/test_vllm.py), and the steps against `attn.Cache` on a GPU.
+vLLM finds `register` by the entry point `vllm.general_plugins`. The interface is checked against stubs that were written from vLLM 0.33.0's sources
+(tests/test_vllm.py), and the steps against `attn.Cache` on a GPU.
 
 What it does and does not:
 
@@ -12,7 +12,8 @@ What it does and does not:
   others (docs/accuracy.md).
 - A batch of decoding or verifying sequences with as many query tokens each runs in full CUDA graphs; padded requests (length 0, slot -1) give zeros.
 - A token's result has the same bits in any batch, chunk or graph (`supports_batch_invariance`).
-- Refused: encoder attention, MLA, decode and prefill context parallelism, K/V shared between layers, quantized outputs, pages with padding between.
+- Blocks of 64 tokens (`--block-size 64`) are what the kernels are measured with; vLLM's default is 16.
+- Refused: layers of another cache type (`--kv-cache-dtype-skip-layers`), encoder attention, MLA, decode and prefill context parallelism, K/V shared between layers, quantized outputs, pages with padding between.
 """
 
 from __future__ import annotations
