@@ -145,7 +145,7 @@ impl WgpuBackend {
     /// Prepares a step: uploads its tables, allocates its workspace and makes its pipelines. Sequence b of the problem is sequence b of the cache.
     ///
     /// # Errors
-    /// Those of [`Problem::check`]; [`Error::Mismatch`] where problem and cache disagree; [`Error::WrongBackend`] for another
+    /// Those of [`Problem::check`]; [`Error::Mismatch`], [`Error::Batch`], [`Error::KvLen`] where problem and cache disagree; [`Error::WrongBackend`] for another
     /// backend's (or device's) cache; [`Error::Device`].
     pub fn prepare(&self, problem: &Problem, cache: &KvCache) -> Result<Prepared, Error> {
         cache.check_queries(problem)?;

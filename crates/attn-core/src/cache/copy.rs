@@ -1,7 +1,7 @@
 //! A copy of a whole cache, its pages under the same numbers: [`KvCache::copy_from`].
 
 use super::{CacheAccess, KvCache};
-use crate::error::{Error, filled};
+use crate::error::{Error, filled, refuse};
 
 /// Bytes that are copied at once, or one page.
 const PIECE: usize = 16 << 20;
@@ -48,23 +48,19 @@ impl KvCache {
     fn check_copy(&self, other: &KvCache) -> Result<(), Error> {
         other.check_no_step("a copy of the cache")?;
         self.check_no_step("a copy into the cache")?;
-        let refuse = |given: String, allowed| {
-            Err(Error::Parameter {
-                what: "the cache to copy into",
-                given,
-                allowed,
-            })
-        };
+        let what = "the cache to copy into";
         if let Some(sequence) = self.table.lens.iter().position(|len| *len != 0) {
             let len = self.table.lens[sequence];
             return refuse(
-                format!("one with {len} tokens in sequence {sequence}"),
+                what,
+                format_args!("one with {len} tokens in sequence {sequence}"),
                 "one without tokens; free its sequences first",
             );
         }
         if self.config != other.config {
             return refuse(
-                "one of another description".to_owned(),
+                what,
+                format_args!("one of another description"),
                 "one created from the `config()` of the cache to copy",
             );
         }

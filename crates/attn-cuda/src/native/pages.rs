@@ -49,11 +49,11 @@ impl Pages {
     /// [`Error::Parameter`].
     pub(crate) fn check(&self, bytes: usize) -> Result<(), Error> {
         if !self.at.get().is_multiple_of(16) {
-            return Err(Error::Parameter {
-                what: "address of the first page",
-                given: format!("{:#x}", self.at.get()),
-                allowed: "a multiple of 16",
-            });
+            return Err(Error::parameter(
+                "address of the first page",
+                format_args!("{:#x}", self.at.get()),
+                "a multiple of 16",
+            ));
         }
         for (what, given, least) in [
             ("bytes of a page", bytes, 1),
