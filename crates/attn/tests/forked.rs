@@ -24,6 +24,14 @@ fn is_told<T>(result: Result<T, Error>) -> bool {
     matches!(result, Err(Error::Unsupported(Unsupported::Forked)))
 }
 
+fn host_rows<'a>(q: &'a [f32], out: &'a mut [f32]) -> HostRows<'a> {
+    HostRows {
+        q: q.into(),
+        out: out.into(),
+        lse: None,
+    }
+}
+
 #[test]
 fn a_forked_process_is_refused_by_every_call_that_needs_threads() {
     let backend = attn::open(BackendId::Cpu).unwrap();
@@ -38,16 +46,11 @@ fn a_forked_process_is_refused_by_every_call_that_needs_threads() {
     let problem = Problem::new(HEADS, [TOKENS]).q_len(TOKENS);
     let plan = backend.plan(&problem, KvFormat::INT8).unwrap();
     let image = cache.image(0).unwrap().into_bytes();
-    let host_rows = |out| HostRows {
-        q: (&q).into(),
-        out,
-        lse: None,
-    };
     let mut out = vec![0.0; q.len()];
     let mut steps = HostSteps::default();
-    let step_of = host_rows((&mut out).into());
+    let rows_of_step = host_rows(&q, &mut out);
     steps
-        .attend(&*backend, &cache, &[0], &problem, step_of)
+        .attend(&*backend, &cache, &[0], &problem, rows_of_step)
         .unwrap();
     // The parent's values, which each claim borrows in the child.
     let (cache, steps, out) = (RefCell::new(cache), RefCell::new(steps), RefCell::new(out));
@@ -63,7 +66,7 @@ fn a_forked_process_is_refused_by_every_call_that_needs_threads() {
         ("a step with a kept plan is refused", &|| {
             let (cache, mut steps) = (cache.borrow(), steps.borrow_mut());
             let mut out = out.borrow_mut();
-            let rows = host_rows((&mut **out).into());
+            let rows = host_rows(&q, &mut out);
             is_told(steps.attend(&*backend, &cache, &[0], &problem, rows))
         }),
         ("a step of the parent's plan is refused", &|| {
