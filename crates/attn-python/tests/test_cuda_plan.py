@@ -52,7 +52,8 @@ def test_a_graph_replays_growing_sequences(rng, format):
 @pytest.mark.parametrize("offset", [16, 32, 48, 128])
 def test_a_pool_begins_at_any_multiple_of_16_bytes(rng, format, q_len, offset):
     """As those of a model's layers do that lie behind one another, whose pages are no multiples of 256 bytes."""
-    plan = plan_of(format, [q_len] * 2, page_size=16)
+    scales = {"k_scales": [0.5, 0.25], "v_scales": [1.0, 2.0]} if format == "fp8" else {}
+    plan = plan_of(format, [q_len] * 2, page_size=16, **scales)
     memory = torch.zeros(offset + 64 * plan.page_bytes, dtype=torch.uint8, device="cuda")
     pools = plan.new_pool(64), memory[offset:].view(64, plan.page_bytes)
     table = torch.randperm(64, dtype=torch.int32).view(2, 32).cuda()
