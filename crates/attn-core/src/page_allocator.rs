@@ -46,7 +46,9 @@ impl PageAllocator {
     /// The pages that sequences own.
     pub fn owned(&self) -> impl Iterator<Item = u32> {
         let owners = self.ref_counts.iter().zip(0..);
-        owners.filter(|(owners, _)| **owners > 0).map(|(_, page)| page)
+        owners
+            .filter(|(owners, _)| **owners > 0)
+            .map(|(_, page)| page)
     }
 
     /// Number of pages that no sequence owns.

@@ -91,7 +91,12 @@ fn caches_that_cannot_be_copied_are_refused_and_nothing_changes() {
     assert!(matches!(refusal, Error::Parameter { .. }));
 
     let tokens = 1;
-    cache.reserve(&[Append { sequence: 1, tokens }]).unwrap();
+    cache
+        .reserve(&[Append {
+            sequence: 1,
+            tokens,
+        }])
+        .unwrap();
     let mut other = empty(&config);
     let refusal = other.copy_from(&cache).unwrap_err();
     assert!(matches!(refusal, Error::Step { .. }));

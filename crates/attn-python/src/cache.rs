@@ -476,12 +476,7 @@ impl Cache {
     }
 
     /// Fills an empty sequence from the bytes that `save` gave.
-    fn restore(
-        &self,
-        py: Python<'_>,
-        sequence: usize,
-        image: &Bound<'_, PyBytes>,
-    ) -> PyResult<()> {
+    fn restore(&self, py: Python<'_>, sequence: usize, image: &Bound<'_, PyBytes>) -> PyResult<()> {
         let bytes = image.as_bytes();
         self.on_host(py, |inner| {
             let image = SequenceImage::from_bytes(bytes)?;

@@ -438,7 +438,8 @@ impl KvCache {
 fn write_all_layers(store: &mut dyn PageStore, page: u32, bytes: &[u8]) -> Result<(), Error> {
     let size = store.layout().page_bytes();
     let mut layers = bytes.chunks_exact(size).enumerate();
-    layers.try_for_each(|(layer, bytes)| store.write_page(&CacheAccess::here()?, layer, page, bytes))
+    layers
+        .try_for_each(|(layer, bytes)| store.write_page(&CacheAccess::here()?, layer, page, bytes))
 }
 
 fn replace<'a>(pages: impl Iterator<Item = &'a mut u32>, from: u32, to: u32) {
