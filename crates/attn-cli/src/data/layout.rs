@@ -100,7 +100,8 @@ mod tests {
         assert_eq!(of(Some(text), Some(heads)), Ok(heads));
         let error = of(Some(text), Some(tokens)).unwrap_err();
         assert!(error.contains("leave --layout out"), "{error}");
-        assert_eq!(of(Some(&tokens.words()), None), Ok(tokens));
+        let words = tokens.words();
+        assert_eq!(of(Some(&words), None), Ok(tokens));
         let error = of(Some("NHD"), None).unwrap_err();
         assert!(error.contains("\"NHD\""), "{error}");
         assert_eq!(of(Some("NHD"), Some(tokens)), Ok(tokens));
