@@ -1,7 +1,8 @@
 //! The header of a GGUF file: its metadata, and where its tensors lie.
 //!
-//! Every count and length is held to the bytes that are left of the file before memory is taken for it, so that a damaged file costs no more
-//! than it is large. A key or a name that occurs twice is refused, and so are tensors that do not lie side by side: the file is damaged.
+//! Every count and length is held to the bytes that are left of the file, and to a limit, before memory is taken for it, so that a damaged
+//! file costs no more than a few times its size. A key or a name that occurs twice is refused, and so are tensors that do not lie side by
+//! side: the file is damaged.
 //!
 //! Source of the layout: <https://github.com/ggml-org/ggml/blob/master/docs/gguf.md>.
 
