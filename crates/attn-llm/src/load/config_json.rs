@@ -278,11 +278,11 @@ fn rope(fields: &Fields<'_>, context: usize) -> Result<(Option<f64>, RotaryScali
     Ok((theta, scaling.unwrap_or_default()))
 }
 
+/// An object of a config, and the key under which it is found.
+type Found<'a> = (String, &'a Map<String, Value>);
+
 /// An object with the parameters of rotary positions, or one of them for each kind of layers.
-fn of_layer_types<'a>(
-    key: &str,
-    object: &'a Map<String, Value>,
-) -> Result<Vec<(String, &'a Map<String, Value>)>, String> {
+fn of_layer_types<'a>(key: &str, object: &'a Map<String, Value>) -> Result<Vec<Found<'a>>, String> {
     if !object
         .keys()
         .any(|name| LAYER_TYPES.contains(&name.as_str()))

@@ -353,7 +353,7 @@ fn check_keys(
         match of_architecture {
             Some(name) if HARMLESS_OF_ARCHITECTURE.contains(&name) => {}
             Some(_) => refused.push(key),
-            None if HARMLESS.iter().any(|known| is_harmless(&known)) => {}
+            None if HARMLESS.iter().any(is_harmless) => {}
             None => unknown.push(key),
         }
     }
