@@ -91,7 +91,8 @@ mod tests {
 
     #[test]
     fn the_files_word_counts_before_the_default_and_never_against_the_command_line() {
-        let of = |metadata: Option<&str>, asked| Layout::of(metadata, asked).map_err(|e| e.to_string());
+        let of =
+            |metadata: Option<&str>, asked| Layout::of(metadata, asked).map_err(|e| e.to_string());
         let (tokens, heads) = (Layout::TokensFirst, Layout::HeadsFirst);
         assert_eq!(of(None, None), Ok(tokens));
         assert_eq!(of(None, Some(heads)), Ok(heads));
