@@ -9,6 +9,7 @@ mod events;
 mod plans;
 mod real_layers;
 mod strides;
+mod unseen;
 
 use std::{process::ExitCode, sync::Arc};
 
@@ -40,6 +41,7 @@ fn trials(
     trials = cache_layers::add(trials);
     trials = events::add(trials);
     trials = strides::add(trials);
+    trials = unseen::add(trials);
     if name != "cpu" {
         trials = real_layers::add(trials);
     }

@@ -1,7 +1,8 @@
 //! The page table over a shared pool, and the cache's lifecycle.
 //!
 //! [`KvCache`] keeps the page table (lengths, pages, sharing), one for all layers, and checks every call; a backend's [`PageStore`] keeps the bytes of
-//! every layer in the backend's memory. A refused call changes neither, and a call that the device fails changes no length and takes no page.
+//! every layer in the backend's memory. A refused call changes neither, and a call that the device fails changes no length and takes no page; a device that
+//! fails again while the call is taken back leaves the step open ([`Error::StepLeftOpen`]).
 //!
 //! Here: creation, forks, taking back and freeing. `cache/store.rs`: the interface to a backend; `append.rs`: appends; `reserve.rs`: a model's step, layer by
 //! layer; `layer.rs`: one layer, to be attended; `drop_before.rs`: tokens that no window sees any more; `copy.rs`: a copy of a whole cache; `grow.rs`: more pages and sequences; `sequences.rs`: a step's choice of sequences; `transfer.rs`: sequences and pages as bytes;
@@ -260,10 +261,11 @@ impl KvCache {
 
     /// Takes back a sequence's newest tokens, such as drafts that were rejected: its first `len` stay, and the pages behind them are returned.
     ///
-    /// What is appended then has the bytes and the outputs of a run that never had the others. Of formats with a window the residuals that the next
-    /// tokens read must be there still: since the last append, as many tokens as it had, if at most [`CacheConfig::max_q_len`], and 64 of a sequence of
-    /// which none were taken back before. Other formats have no such limit. Of a sequence with dropped tokens ([`KvCache::drop_before`]) at least these
-    /// stay, or none at all.
+    /// The sequence has the image ([`KvCache::image`]) of a run that never had the others, and what is appended then has its bytes and outputs. Of formats
+    /// with a window the residuals that the next tokens read must be there still: since the last append, as many tokens as it had, if at most
+    /// [`CacheConfig::max_q_len`], and 64 of a sequence of which none but such drafts were taken back before, also after it was restored. More go as far as
+    /// residuals reach; the image then has fewer of these. Other formats have no such limit. Of a sequence with dropped tokens
+    /// ([`KvCache::drop_before`]) at least these stay, or none at all.
     ///
     /// # Errors
     /// [`Error::Sequence`]; [`Error::PastEnd`] for more tokens than there are; [`Error::Truncate`] for fewer than were dropped, or than the residuals

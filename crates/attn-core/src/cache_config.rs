@@ -4,7 +4,7 @@ use crate::{
     error::{Error, refuse},
     format::KvFormat,
     layout::{MAX_KV_HEADS, PageLayout},
-    problem::Heads,
+    problem::{Heads, MAX_TOKENS},
     view::check_tensor_scales,
 };
 
@@ -28,6 +28,9 @@ pub struct CacheConfig {
     pub num_pages: usize,
     /// Number of sequences, all empty at first.
     pub num_sequences: usize,
+    /// Tokens of the longest sequence that the cache was asked for ([`CacheBuilder::max_len`], [`CacheBuilder::lens`]), at most [`MAX_TOKENS`]: no
+    /// sequence has more, whatever the pool has room for. 0 where none was named; sequences grow as far as pages last.
+    pub max_len: usize,
     /// The most query tokens that a step has of one sequence, for formats with a window: appends keep the residuals that so many new tokens read.
     /// Steps of other formats have any number.
     pub max_q_len: usize,
@@ -74,6 +77,7 @@ impl CacheConfig {
                 layers: 1,
                 num_pages: 0,
                 num_sequences: 1,
+                max_len: 0,
                 max_q_len: DEFAULT_MAX_Q_LEN,
                 k_tensor_scales: scales(format.k.has_tensor_scale()),
                 v_tensor_scales: scales(format.v.has_tensor_scale()),
@@ -144,6 +148,13 @@ impl CacheConfig {
         if self.num_sequences > MAX_SEQUENCES {
             return refuse("num_sequences", self.num_sequences, "at most 2^24");
         }
+        if self.max_len > MAX_TOKENS {
+            return refuse(
+                "max_len",
+                self.max_len,
+                "at most 1048576 tokens of a sequence; ask for more sequences, or for a number of pages",
+            );
+        }
         if !(1..=MAX_LAYERS).contains(&self.layers) {
             return refuse("layers", self.layers, "1 to 1024");
         }
@@ -203,7 +214,7 @@ impl CacheBuilder {
         self
     }
 
-    /// Sets the number of tokens that each sequence has room for.
+    /// Sets the number of tokens that each sequence has room for, at most [`MAX_TOKENS`].
     pub fn max_len(mut self, tokens: usize) -> Self {
         self.max_len = tokens;
         self
@@ -259,8 +270,12 @@ impl CacheBuilder {
     pub fn build(mut self) -> CacheConfig {
         let each = self.config.pages_for(self.max_len);
         let all = match &self.lens {
-            None => self.config.num_sequences.saturating_mul(each),
+            None => {
+                self.config.max_len = self.max_len;
+                self.config.num_sequences.saturating_mul(each)
+            }
             Some(lens) => {
+                self.config.max_len = lens.iter().copied().max().unwrap_or(0);
                 let pages = lens.iter().map(|&len| self.config.pages_for(len));
                 pages.fold(0, usize::saturating_add)
             }

@@ -39,13 +39,13 @@
 //! Not here: rotated schemes, which no other engine stores; use [`dequantize`] and `append`.
 
 use crate::{
-    error::{Error, filled, refuse},
+    error::{Error, filled, refuse, reserve},
     format::Scheme,
     layout::PageLayout,
     quant::{self, Param},
     rotation::rotate_back,
     segments::TILE,
-    view::{StridedRows, check_tensor_scales},
+    view::{StridedRows, check_tensor_scales, offset},
 };
 
 pub mod rows;
@@ -167,12 +167,6 @@ fn place(
             needed: t / blocks.tokens + 1,
         }),
     }
-}
-
-fn offset(at: [usize; 3], strides: [usize; 3]) -> usize {
-    at.iter()
-        .zip(strides)
-        .fold(0, |sum, (i, s)| sum.saturating_add(i.saturating_mul(s)))
 }
 
 fn slice<'a, T>(
@@ -308,8 +302,8 @@ pub fn export(
     format: RowFormat,
     order: Order,
 ) -> Result<Exported, Error> {
-    layout.check_pages(pages, tokens)?;
     let scheme = check_scheme(format, layout, side)?;
+    layout.check_pages(pages, tokens)?;
     let (heads, page_size) = (layout.num_kv_heads(), layout.page_size());
     let row_bytes = format.row_bytes(layout.head_dim());
     let groups = if format.scales_outside() {
@@ -343,7 +337,8 @@ pub fn export(
 /// Values of pages, as [`KvCache::read_back`](crate::KvCache::read_back) gives them: K and V, each `[tokens, num_kv_heads, head_dim]`.
 ///
 /// # Errors
-/// [`Error::Length`], [`Error::BadBytes`] for damaged pages; [`Error::Length`], [`Error::Parameter`] for scales that no cache has.
+/// [`Error::Length`], [`Error::BadBytes`] for damaged pages; [`Error::Length`], [`Error::Parameter`] for scales that no cache has;
+/// [`Error::OutOfMemory`].
 pub fn dequantize(
     layout: &PageLayout,
     pages: &[Vec<u8>],
@@ -351,24 +346,26 @@ pub fn dequantize(
     k_tensor_scales: &[f32],
     v_tensor_scales: &[f32],
 ) -> Result<[Vec<f32>; 2], Error> {
-    layout.check_pages(pages, tokens)?;
     let format = layout.format();
     for (scheme, scales) in [(format.k, k_tensor_scales), (format.v, v_tensor_scales)] {
         check_tensor_scales(scheme, scales, layout.num_kv_heads())?;
     }
+    layout.check_pages(pages, tokens)?;
     let heads = layout.num_kv_heads();
-    let side = |side: Side, scales: &[f32]| -> Vec<f32> {
-        let mut x = Vec::with_capacity(tokens * heads * layout.head_dim());
+    let side = |side: Side, scales: &[f32]| -> Result<Vec<f32>, Error> {
+        let mut x = Vec::new();
+        let elements = tokens * heads * layout.head_dim();
+        reserve("dequantized rows", &mut x, elements)?;
         for t in 0..tokens {
             for head in 0..heads {
                 let scale = scales.get(head).copied().unwrap_or(1.0);
                 x.extend(row(layout, side, pages, (head, t, tokens), scale));
             }
         }
-        x
+        Ok(x)
     };
     Ok([
-        side(Side::K, k_tensor_scales),
-        side(Side::V, v_tensor_scales),
+        side(Side::K, k_tensor_scales)?,
+        side(Side::V, v_tensor_scales)?,
     ])
 }

@@ -11,7 +11,8 @@ use given::Count;
 pub(crate) use given::Many;
 pub use given::{ElementIndex, Given};
 
-/// The reason why a call was refused. The cache and the outputs are unchanged.
+/// The reason why a call was refused. The cache and the outputs are unchanged, but for [`Error::StepLeftOpen`] and where [`Error::Device`] is said to
+/// change them.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -107,6 +108,31 @@ pub enum Error {
         free: usize,
         /// Pages in the pool.
         total: usize,
+    },
+    /// Tokens beyond the most that a sequence has.
+    #[error(
+        "sequence {sequence} would have {} tokens, dropped ones included; allowed: at most {limit}, since positions count from its first token: free \
+         the sequence, and append the tokens that are still needed to an empty one", Count(*tokens)
+    )]
+    TooLong {
+        /// The sequence.
+        sequence: usize,
+        /// The tokens that it would have.
+        tokens: usize,
+        /// The most tokens of a sequence.
+        limit: usize,
+    },
+    /// A device that failed in a step, and again when the step was taken back. The step is open, until [`KvCache::cancel_step`](crate::KvCache::cancel_step)
+    /// can write back the old residuals whose pages it took.
+    #[error(
+        "{first}; then old residuals could not be written back, and the step stays open: repeat `cancel_step` until it succeeds, or create the cache anew"
+    )]
+    StepLeftOpen {
+        /// Why the step was taken back.
+        first: Box<Error>,
+        /// Why it could not be.
+        #[source]
+        second: Box<Error>,
     },
     /// A sequence the cache does not have.
     #[error("sequence {} does not exist; the cache has {count}, counted from 0", Count(*given))]
@@ -402,6 +428,8 @@ kinds! { Error {
     QueryRange: Number,
     OutOfMemory: OutOfMemory,
     CacheFull: CacheFull,
+    TooLong: Parameter,
+    StepLeftOpen: Device,
     Sequence: Sequence,
     Layer: Parameter,
     NotEmpty: Parameter,

@@ -51,6 +51,17 @@ impl Window {
     pub fn kept_tokens(self) -> usize {
         2 * TILE * self.tiles()
     }
+
+    /// Residual pages that a sequence keeps at least, where it has as many home pages: those of [`Window::kept_tokens`], and those that the window, a
+    /// tile of drafts and a tile to take back can lie in, so that taking drafts back leaves what [`KvFormat::saved_residual_pages`] counts.
+    fn kept_pages(self, page_size: usize) -> usize {
+        if self == Window::None {
+            return 0;
+        }
+        let read = TILE * (self.tiles() + 2);
+        let straddled = usize::from(page_size > TILE);
+        (self.kept_tokens() / page_size).max(read / page_size + straddled)
+    }
 }
 
 /// The largest magnitude of a bf16 cache, 2^50: with queries of at most 2^64, scores stay below 2^122 and sums over 2^20 tokens below 2^70.
@@ -302,11 +313,11 @@ impl KvFormat {
     #[must_use]
     pub fn max_residual_pages(self, page_size: usize, max_q_len: usize) -> usize {
         let (window, page_size) = (self.window(), page_size.max(1));
-        let kept = window.kept_tokens() / page_size;
+        let kept = window.kept_pages(page_size);
         if window == Window::None || max_q_len <= TILE {
             return kept;
         }
-        let read = max_q_len.saturating_add(window.tiles() * TILE);
+        let read = max_q_len.saturating_add((window.tiles() + 1) * TILE);
         kept.max(read.div_ceil(page_size).saturating_add(1))
     }
 
@@ -319,19 +330,32 @@ impl KvFormat {
         }
     }
 
-    /// Residual pages that a sequence of `kv_len` tokens owns when its last `q_len` tokens are to be queries of one step.
+    /// Residual pages that a sequence of `kv_len` tokens owns when its last `q_len` tokens are to be queries of one step, or drafts to take back.
     #[must_use]
     pub fn residual_pages(self, page_size: usize, kv_len: usize, q_len: usize) -> usize {
         let (window, page_size) = (self.window(), page_size.max(1));
-        if window == Window::None {
+        let pages = kv_len.div_ceil(page_size);
+        let before = kv_len.saturating_sub(q_len);
+        self.saved_pages_from(page_size, before, pages)
+            .max(window.kept_pages(page_size))
+            .min(pages)
+    }
+
+    /// Residual pages that belong to a sequence of `kv_len` tokens outside of its cache: those that the newest 64 tokens read as queries, or that are
+    /// read after these have been taken back.
+    #[must_use]
+    pub fn saved_residual_pages(self, page_size: usize, kv_len: usize) -> usize {
+        let page_size = page_size.max(1);
+        self.saved_pages_from(page_size, kv_len, kv_len.div_ceil(page_size))
+    }
+
+    /// Of `pages` home pages the last ones that hold residuals which belong to the first `kv_len` tokens outside of a cache.
+    fn saved_pages_from(self, page_size: usize, kv_len: usize, pages: usize) -> usize {
+        if self.window() == Window::None {
             return 0;
         }
-        let pages = kv_len.div_ceil(page_size);
-        let first = self.first_residual_token(kv_len.saturating_sub(q_len));
-        let kept = window.kept_tokens() / page_size;
-        (pages - (first / page_size).min(pages))
-            .max(kept)
-            .min(pages)
+        let first = self.first_residual_token(kv_len.saturating_sub(TILE));
+        pages.saturating_sub(first / page_size)
     }
 
     /// Residual pages of a sequence of `kv_len` tokens that the next token reads: what must be left of those when tokens are taken back.
@@ -347,7 +371,8 @@ impl KvFormat {
     /// The first token that a row at `position` reads with residuals.
     #[must_use]
     pub fn first_residual_token(self, position: usize) -> usize {
-        (position / TILE + 1).saturating_sub(self.window().tiles()) * TILE
+        let tile = (position / TILE + 1).saturating_sub(self.window().tiles());
+        tile.saturating_mul(TILE)
     }
 
     /// The first position whose row reads residuals of no token before `first`.

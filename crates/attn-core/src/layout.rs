@@ -254,22 +254,26 @@ pub const PAGE_SIZES: [usize; 4] = [16, 32, 64, 128];
 /// Most KV heads of a problem or a cache.
 pub const MAX_KV_HEADS: usize = 65536;
 
-/// Bytes of the parameters of one side of a run of `page_size` tokens.
+/// Bytes of the parameters of one side of a run of `page_size` tokens; of sizes that no page has they may saturate.
 #[must_use]
 pub fn params_bytes(scheme: Scheme, head_dim: usize, page_size: usize) -> usize {
     if !scheme.has_row_scales() {
         return 0;
     }
-    scheme.groups(head_dim) * page_size * if scheme.has_shifts() { 4 } else { 2 }
+    let each = if scheme.has_shifts() { 4 } else { 2 };
+    let params = scheme.groups(head_dim).saturating_mul(page_size);
+    params.saturating_mul(each)
 }
 
-/// Bytes of one KV head's run of a page: codes and parameters of K and of V.
+/// Bytes of one KV head's run of a page: codes and parameters of K and of V; of sizes that no page has they may saturate.
 #[must_use]
 pub fn run_bytes(format: KvFormat, head_dim: usize, page_size: usize) -> usize {
     let part = |scheme: Scheme| {
-        page_size * head_dim * scheme.code_bits() / 8 + params_bytes(scheme, head_dim, page_size)
+        let codes = page_size.saturating_mul(head_dim);
+        let codes = codes.saturating_mul(scheme.code_bits()) / 8;
+        codes.saturating_add(params_bytes(scheme, head_dim, page_size))
     };
-    part(format.k) + part(format.v)
+    part(format.k).saturating_add(part(format.v))
 }
 
 /// Refuses a head_dim that no kernel is written for.
@@ -412,8 +416,12 @@ impl PageLayout {
     }
 
     /// Range of `head`'s run of `page` inside the pool.
+    ///
+    /// # Panics
+    /// If there is no such KV head.
     #[must_use]
     pub fn run(&self, page: u32, head: usize) -> Range<usize> {
+        assert!(head < self.num_kv_heads, "KV head {head}");
         let start = page as usize * self.page_bytes() + head * self.run_bytes();
         start..start + self.run_bytes()
     }
@@ -445,10 +453,9 @@ impl PageLayout {
         self.run_bytes() as f64 / self.page_size as f64
     }
 
-    /// Number of pages that [`KvCache::read_back`](crate::KvCache::read_back) gives for a sequence of `tokens`, of which none were taken back: home pages, then
-    /// residual pages.
+    /// Number of pages that [`KvCache::read_back`](crate::KvCache::read_back) gives for a sequence of `tokens`: home pages, then residual pages.
     #[must_use]
     pub fn pages_of(&self, tokens: usize) -> usize {
-        tokens.div_ceil(self.page_size) + self.format.residual_pages(self.page_size, tokens, 0)
+        tokens.div_ceil(self.page_size) + self.format.saved_residual_pages(self.page_size, tokens)
     }
 }

@@ -64,15 +64,15 @@ pub(crate) struct SequencePages {
 }
 
 impl SequencePages {
-    /// `count` pages of a sequence of `tokens`.
+    /// `count` pages of a sequence of `tokens`: at least those that the next token reads, at most those that a cache keeps between steps.
     ///
     /// # Errors
     /// [`Error::Length`] for other than as many pages as such a sequence has.
     pub fn new(layout: PageLayout, tokens: usize, count: usize) -> Result<Self, Error> {
-        let home = tokens.div_ceil(layout.page_size());
-        let most = layout.pages_of(tokens);
-        let format = layout.format();
-        let least = home + format.next_residual_pages(layout.page_size(), tokens);
+        let (format, page_size) = (layout.format(), layout.page_size());
+        let home = tokens.div_ceil(page_size);
+        let most = home + format.residual_pages(page_size, tokens, 0);
+        let least = home + format.next_residual_pages(page_size, tokens);
         if !(least..=most).contains(&count) {
             check_length("pages", count, most)?;
         }

@@ -18,6 +18,9 @@ const SOFTCAPS: std::ops::RangeInclusive<f32> = 1e-3..=1e3;
 /// Sinks: in base 2 they stay below 2^21, where f32 has fractions.
 const MAX_SINK: f32 = 1e6;
 
+/// Most tokens of a sequence, and most query tokens of one: positions and sums of weights are exact up to there (`docs/arithmetic.md`, section 9).
+pub const MAX_TOKENS: usize = 1 << 20;
+
 /// Most elements that a slice of f32 can hold.
 const MAX_ELEMENTS: usize = isize::MAX as usize / size_of::<f32>();
 
@@ -288,11 +291,11 @@ impl Problem {
         self.q_lens.iter().fold(0, |n, len| n.saturating_add(*len))
     }
 
-    /// The query tokens of each sequence, counted through all of them.
+    /// The query tokens of each sequence, counted through all of them; saturating as [`Problem::query_tokens`] does.
     pub fn query_ranges(&self) -> impl Iterator<Item = std::ops::Range<usize>> + '_ {
-        self.q_lens.iter().scan(0, |end, len| {
+        self.q_lens.iter().scan(0usize, |end, len| {
             let start = *end;
-            *end += len;
+            *end = start.saturating_add(*len);
             Some(start..*end)
         })
     }
@@ -336,7 +339,7 @@ impl Problem {
             });
         }
         for (what, lens) in [("q_len", &self.q_lens), ("kv_len", &self.kv_lens)] {
-            if let Some(len) = lens.iter().find(|&&len| len > 1 << 20) {
+            if let Some(len) = lens.iter().find(|&&len| len > MAX_TOKENS) {
                 return refuse(what, *len, "0 to 1048576");
             }
         }
@@ -380,7 +383,7 @@ impl Problem {
             });
         }
         let mut all = self.kv_lens.iter().zip(&self.tokens_after);
-        match all.find(|(len, after)| len.saturating_add(**after) > 1 << 20) {
+        match all.find(|(len, after)| len.saturating_add(**after) > MAX_TOKENS) {
             Some((_, after)) => refuse(
                 "tokens_after",
                 *after,

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use crate::{elements::ElementsMut, error::Error};
 
-/// Where rows lie in a slice: the `dim` elements of each are contiguous.
+/// Where rows lie in a slice: the `dim` elements of each are contiguous. No product of the shape's sizes exceeds 64 bits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Layout {
     /// Sequences, tokens of each, heads, dim. Sequences that one token stride reaches are counted as one.
@@ -14,9 +14,24 @@ pub(crate) struct Layout {
 }
 
 impl Layout {
-    /// Rows side by side. The slice that has them has `tokens·heads·dim` elements, so that no product wraps.
-    pub fn packed([tokens, heads, dim]: [usize; 3]) -> Self {
+    /// Rows side by side.
+    ///
+    /// # Errors
+    /// [`Error::Parameter`] for sizes whose products exceed 64 bits.
+    pub fn packed([tokens, heads, dim]: [usize; 3]) -> Result<Self, Error> {
+        let shape = [1, tokens, heads, dim];
         let token = heads.saturating_mul(dim);
+        check_products(shape, [token, token, dim])?;
+        Ok(Layout {
+            shape,
+            strides: [token, token, dim],
+        })
+    }
+
+    /// Rows of the same shape, side by side.
+    pub fn side_by_side(&self) -> Self {
+        let [tokens, heads, dim] = self.shape();
+        let token = heads * dim;
         Layout {
             shape: [1, tokens, heads, dim],
             strides: [token, token, dim],
@@ -26,22 +41,11 @@ impl Layout {
     /// Rows at strides, and the number of elements that the last one ends at.
     pub fn strided(shape: [usize; 4], strides: [usize; 3]) -> Result<(Self, usize), Error> {
         let [sequences, tokens, heads, dim] = shape;
-        let refused = || {
-            refused(
-                shape,
-                strides,
-                "rows whose elements a slice of less than 2^64 can hold",
-            )
-        };
-        let elements = shape
-            .iter()
-            .try_fold(1usize, |product, n| product.checked_mul(*n));
-        // A product with a zero in it may wrap before the zero.
+        let refused = || refused(shape, strides, IN_64_BITS);
+        check_products(shape, strides)?;
         if shape.contains(&0) {
-            let tokens = sequences.checked_mul(tokens).ok_or_else(refused)?;
-            return Ok((Layout::packed([tokens, heads, dim]), 0));
+            return Ok((Layout::packed([sequences * tokens, heads, dim])?, 0));
         }
-        elements.ok_or_else(refused)?;
         let steps = [sequences, tokens, heads].into_iter().zip(strides);
         let mut end = dim;
         for (n, stride) in steps {
@@ -146,6 +150,17 @@ impl Layout {
             })
         });
         whole.into_iter().chain(apart)
+    }
+}
+
+const IN_64_BITS: &str = "rows whose elements a slice of less than 2^64 can hold";
+
+/// Refuses sizes of which some product exceeds 64 bits, also where another size is 0: whoever holds a [`Layout`] may multiply any of them.
+fn check_products(shape: [usize; 4], strides: [usize; 3]) -> Result<(), Error> {
+    let product = |product: usize, n: usize| product.checked_mul(n.max(1));
+    match shape.into_iter().try_fold(1, product) {
+        Some(_) => Ok(()),
+        None => Err(refused(shape, strides, IN_64_BITS)),
     }
 }
 

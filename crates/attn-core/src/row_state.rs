@@ -34,23 +34,38 @@ pub fn merge(left: &mut [f32; 2], left_o: &mut [f32], right: [f32; 2], right_o: 
     }
 }
 
-/// Merges the row's sink, turns O into the normalized row, turned back where V is rotated, and returns its log-sum-exp.
+/// Closes a row's state: merges the sink into `[m, l]`, and gives the factor that normalizes O, and the log-sum-exp.
+///
+/// A row that saw no token has no factor: its O is set to 0 here. No merge has written it, so it holds what the caller's memory held, and no factor turns
+/// NaN into 0. Every path from states to outputs on the host closes its rows by this function.
 #[must_use]
-pub fn finish(state: [f32; 2], o: &mut [f32], end: RowEnd) -> f32 {
-    let ([m, l], alpha) = match end.sink {
+#[inline(always)]
+pub fn close(state: [f32; 2], o: &mut [f32], sink: Option<f32>) -> (Option<f32>, f32) {
+    let is_seen = state[0] != f32::NEG_INFINITY;
+    if !is_seen {
+        o.fill(0.0);
+    }
+    let ([m, l], alpha) = match sink {
         Some(sink) => merge_sink(state, sink_state(sink)),
         None => (state, 1.0),
     };
     if m == f32::NEG_INFINITY {
-        o.fill(0.0);
-        return f32::NEG_INFINITY;
+        return (None, m);
     }
-    let scale = rcp(l) * alpha;
-    for x in o.iter_mut() {
-        *x = ftz(ftz(ftz(*x) * scale) * end.v_tensor_scale);
+    (is_seen.then(|| rcp(l) * alpha), lse(m, l))
+}
+
+/// Closes the row, turns O into the normalized row, turned back where V is rotated, and returns its log-sum-exp.
+#[must_use]
+pub fn finish(state: [f32; 2], o: &mut [f32], end: RowEnd) -> f32 {
+    let (factor, lse) = close(state, o, end.sink);
+    if let Some(factor) = factor {
+        for x in o.iter_mut() {
+            *x = ftz(ftz(ftz(*x) * factor) * end.v_tensor_scale);
+        }
+        if end.rotated {
+            rotate_output(o);
+        }
     }
-    if end.rotated {
-        rotate_output(o);
-    }
-    lse(m, l)
+    lse
 }

@@ -44,7 +44,7 @@ fn check_shape(
                     needed: needed_elements,
                 });
             }
-            Ok(Layout::packed(needed))
+            Layout::packed(needed)
         }
     }
 }
@@ -144,9 +144,10 @@ impl<'a> Rows<'a> {
     /// # Errors
     /// [`Error::OutOfMemory`].
     pub fn to_wide(&self) -> Result<Vec<f32>, Error> {
-        let layout = self
-            .layout
-            .unwrap_or_else(|| Layout::packed([1, 1, self.len()]));
+        let layout = match self.layout {
+            Some(layout) => layout,
+            None => Layout::packed([1, 1, self.len()])?,
+        };
         let wide = self.widened(layout, "a copy of rows")?;
         wide.into_packed("a copy of rows")
     }
@@ -197,7 +198,7 @@ impl<'a> Rows<'a> {
             }
             rest = behind;
         }
-        Ok(Widened::own(wide, Layout::packed(layout.shape())))
+        Ok(Widened::own(wide, layout.side_by_side()))
     }
 }
 

@@ -1,7 +1,7 @@
 //! Unfinished attention over a shard of a sequence's tokens, and what finishes it: the bits of one device over all tokens.
 
 use crate::{
-    error::{ElementIndex, Error, filled},
+    error::{ElementIndex, Error, filled, refuse},
     format::KvFormat,
     problem::Problem,
     row_state::{self, RowEnd},
@@ -29,21 +29,23 @@ impl SpanStates {
     /// and O count nothing. Spans behind the end of a sequence are such ones.
     ///
     /// # Errors
-    /// [`Error::Length`] for other numbers than whole spans; [`Error::NotFinite`] for numbers that no state has.
+    /// [`Error::Length`] for other numbers than whole spans; [`Error::NotFinite`] for numbers that no state has; [`Error::Parameter`] for sizes whose
+    /// products exceed 64 bits.
     pub fn new(
         rows: usize,
         head_dim: usize,
         max_sums: Vec<f32>,
         o: Vec<f32>,
     ) -> Result<Self, Error> {
-        let of_span = rows.saturating_mul(2);
+        check_sizes(rows, head_dim)?;
+        let of_span = 2 * rows;
         let spans = max_sums.len().checked_div(of_span).unwrap_or(0);
         let length = |what, given, needed| Error::Length {
             what,
             given,
             needed,
         };
-        if max_sums.len() != spans.saturating_mul(of_span) {
+        if max_sums.len() != spans * of_span {
             let needed = spans.saturating_add(1).saturating_mul(of_span);
             return Err(length("max_sums", max_sums.len(), needed));
         }
@@ -81,13 +83,15 @@ impl SpanStates {
     /// ([`SpanStates::set`]).
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`].
+    /// Those of [`Problem::check`]; [`Error::OutOfMemory`].
     pub fn unseen(problem: &Problem) -> Result<Self, Error> {
+        problem.check()?;
         let longest = problem.kv_lens.iter().copied().max().unwrap_or(0);
         Self::empty(num_spans(longest), problem.rows(), problem.head_dim)
     }
 
     fn empty(spans: usize, rows: usize, head_dim: usize) -> Result<Self, Error> {
+        check_sizes(rows, head_dim)?;
         let states = spans.saturating_mul(rows);
         let mut max_sums = filled("maxima and sums of spans", states.saturating_mul(2), 0.0)?;
         max_sums
@@ -131,13 +135,14 @@ impl SpanStates {
     /// If there is no such span or row, or O has another length than head_dim.
     pub fn set(&mut self, span: usize, row: usize, max_sum: [f32; 2], o: &[f32]) {
         assert!(row < self.rows, "row {row} of {}", self.rows);
+        assert!(span < self.spans(), "span {span} of {}", self.spans());
         let at = span * self.rows + row;
         self.max_sums[2 * at..][..2].copy_from_slice(&max_sum);
         self.o[at * self.head_dim..][..self.head_dim].copy_from_slice(o);
     }
 
-    /// Merges the spans' states of all shards in their order, then each row's sink, and writes `out` `[query tokens, num_q_heads, head_dim]` and `lse`
-    /// `[query tokens, num_q_heads]`: the bits of one device over all tokens, for integer formats on any backend, where the shards are a
+    /// Merges the spans' states of all shards in their order, then each row's sink, and writes every element of `out` `[query tokens, num_q_heads, head_dim]`
+    /// and `lse` `[query tokens, num_q_heads]`: the bits of one device over all tokens, for integer formats on any backend, where the shards are a
     /// sequence's tokens in order and each but the last is of whole spans.
     ///
     /// `problem` is that of any shard or of the whole: its rows and sinks count. `v_tensor_scales` are those of formats with static scales, else empty.
@@ -192,6 +197,18 @@ impl SpanStates {
             *lse = row_state::finish(state, out, end);
         }
         Ok(())
+    }
+}
+
+/// Refuses sizes whose products exceed 64 bits, also where there is no span: places of states are counted in these products.
+fn check_sizes(rows: usize, head_dim: usize) -> Result<(), Error> {
+    match rows.checked_mul(head_dim.max(2)) {
+        Some(_) => Ok(()),
+        None => refuse(
+            "the shape of a span's states",
+            format_args!("{rows} rows of {head_dim} elements"),
+            "rows whose elements a slice of less than 2^64 can hold",
+        ),
     }
 }
 
@@ -252,6 +269,61 @@ mod tests {
         unseen.set(1, 0, [0.0, 1.0], &[1.0; 64]);
         assert_ne!(finish(&[unseen]), whole);
         assert_eq!((whole.0[64..].to_vec(), whole.1[1]), (vec![0.0; 64], NONE));
+    }
+
+    #[test]
+    fn rows_that_see_nothing_are_zero_whatever_the_caller_s_memory_held() {
+        for format in ["bf16", "int8", "fp8"] {
+            let format: KvFormat = format.parse().unwrap();
+            let scales: &[f32] = if format.v.has_tensor_scale() {
+                &[0.5]
+            } else {
+                &[]
+            };
+            for held in [f32::NAN, f32::INFINITY, -1.0] {
+                for shards in [
+                    vec![],
+                    vec![state(&[])],
+                    vec![state(&[(NONE, 1.0, 2.0)]); 2],
+                ] {
+                    for sinks in [None, Some(vec![0.5, -1e6])] {
+                        let mut problem = problem();
+                        problem.sinks = sinks.clone();
+                        let (mut out, mut lse) = ([held; 128], [held; 2]);
+                        let outputs = (&mut out[..], &mut lse[..]);
+                        SpanStates::finish(&shards, &problem, format, scales, outputs).unwrap();
+                        assert_eq!(out.map(f32::to_bits), [0; 128]);
+                        let want = sinks.unwrap_or(vec![NONE; 2]);
+                        let near = |(a, b): (&f32, &f32)| a == b || (a - b).abs() <= b.abs() * 1e-6;
+                        assert!(lse.iter().zip(&want).all(near), "{lse:?}");
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn each_row_has_the_static_scale_of_its_own_kv_head() {
+        let heads = Heads {
+            q: 6,
+            kv: 2,
+            dim: 64,
+        };
+        let problem = Problem::new(heads, [1, 1]);
+        let rows = problem.rows();
+        let ones = SpanStates::new(rows, 64, [0.0, 1.0].repeat(rows), vec![1.0; rows * 64]);
+        let (mut out, mut lse) = (vec![f32::NAN; rows * 64], vec![f32::NAN; rows]);
+        let (format, outputs) = (
+            KvFormat::same(Scheme::Fp8E4m3),
+            (&mut out[..], &mut lse[..]),
+        );
+        SpanStates::finish(&[ones.unwrap()], &problem, format, &[0.5, 4.0], outputs).unwrap();
+        // To the last bit but one, which the reciprocal of 1 loses.
+        let eighths: Vec<f32> = out
+            .chunks_exact(64)
+            .map(|row| (row[0] * 8.0).round())
+            .collect();
+        assert_eq!(eighths, [4.0, 4.0, 4.0, 32.0, 32.0, 32.0].repeat(2));
     }
 
     #[test]

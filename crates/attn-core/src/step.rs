@@ -123,8 +123,15 @@ struct Checked<'a> {
 }
 
 impl<'a> Checked<'a> {
-    /// Checks what a step reads, with queries that lie `in_q`.
-    fn new(plan: &'a Plan, q: Rows<'a>, in_q: Layout, kv: KvSource<'a>) -> Result<Self, Error> {
+    /// Checks what a step reads, with queries that lie `in_q`; `check` sees the problem with the step's lengths. The queries' values come last, since
+    /// there may be far more rows than memory, as at strides of 0.
+    fn new(
+        plan: &'a Plan,
+        q: Rows<'a>,
+        in_q: Layout,
+        kv: KvSource<'a>,
+        check: impl FnOnce(&Problem) -> Result<(), Error>,
+    ) -> Result<Self, Error> {
         process::check()?;
         let problem = plan.problem();
         let (format, tensor_scales) = match kv.memory() {
@@ -149,8 +156,6 @@ impl<'a> Checked<'a> {
                 cache: format.to_string(),
             });
         }
-        let q = q.widened(in_q, "the queries in f32")?;
-        check_queries(problem, q.rows(), tensor_scales)?;
         let lens = &kv.kv_lens()[..problem.batch()];
         let problem = if problem.kv_lens == lens {
             Cow::Borrowed(problem)
@@ -160,6 +165,9 @@ impl<'a> Checked<'a> {
                 ..problem.clone()
             })
         };
+        check(&problem)?;
+        let q = q.widened(in_q, "the queries in f32")?;
+        check_queries(&problem, q.rows(), tensor_scales)?;
         Ok(Checked {
             plan,
             problem,
@@ -198,9 +206,7 @@ impl<'a> SpansStep<'a> {
     pub fn new(plan: &'a Plan, q: impl Into<Rows<'a>>, kv: KvSource<'a>) -> Result<Self, Error> {
         let q = q.into();
         let in_q = q.check("q", shape(plan.problem()))?;
-        let checked = Checked::new(plan, q, in_q, kv)?;
-        checked.problem.check_shards()?;
-        Ok(SpansStep(checked))
+        Checked::new(plan, q, in_q, kv, Problem::check_shards).map(SpansStep)
     }
 
     /// For backends: what the step reads.
@@ -257,7 +263,7 @@ impl<'a> DecodeStep<'a> {
         let (q, out, problem) = (q.into(), out.into(), plan.problem());
         let needed = shape(problem);
         let (in_q, in_out) = (q.check("q", needed)?, out.check("out", needed)?);
-        let inputs = Checked::new(plan, q, in_q, kv)?;
+        let inputs = Checked::new(plan, q, in_q, kv, |_| Ok(()))?;
         let out = match out.into_elements() {
             ElementsMut::F32(out) => Output::Wide(out, in_out),
             narrow => {
@@ -298,9 +304,7 @@ impl<'a> DecodeStep<'a> {
         let inputs = self.inputs.inputs();
         let out = match &mut self.out {
             Output::Wide(out, layout) => WideRowsMut::of(out, *layout),
-            Output::Narrow(wide, _, layout) => {
-                WideRowsMut::of(wide, Layout::packed(layout.shape()))
-            }
+            Output::Narrow(wide, _, layout) => WideRowsMut::of(wide, layout.side_by_side()),
         };
         let lse = self.lse.as_deref_mut();
         (inputs, StepOutputs { out, lse })

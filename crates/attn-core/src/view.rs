@@ -94,10 +94,13 @@ impl<'a> StridedRows<'a> {
     /// If the row does not lie inside the codes; those of a [`KvView`]'s tokens do.
     #[must_use]
     pub fn code(&self, bits: usize, at: [usize; 3], d: usize) -> u16 {
-        let row: usize = at.iter().zip(self.code_strides).map(|(i, s)| i * s).sum();
+        let row = &self.codes[offset(at, self.code_strides)..];
         match bits {
-            16 => u16::from_le_bytes([self.codes[row + 2 * d], self.codes[row + 2 * d + 1]]),
-            _ => u16::from(self.codes[row + d]),
+            16 => {
+                let code = &row[d.saturating_mul(2)..][..2];
+                u16::from_le_bytes([code[0], code[1]])
+            }
+            _ => u16::from(row[d]),
         }
     }
 
@@ -107,8 +110,7 @@ impl<'a> StridedRows<'a> {
     /// If the row does not lie inside the scales; those of a [`KvView`]'s tokens do.
     #[must_use]
     pub fn scale(&self, at: [usize; 3], group: usize) -> u16 {
-        let row: usize = at.iter().zip(self.scale_strides).map(|(i, s)| i * s).sum();
-        self.scales[row + group]
+        self.scales[offset(at, self.scale_strides)..][group]
     }
 
     /// The parameters of `group` at (sequence, head, token), of a scheme with f16 scales per row.
@@ -210,13 +212,10 @@ impl<'a, T> Lines<'a, T> {
         row: usize,
         len: usize,
     ) -> Self {
-        // Sequences without tokens may have strides that no slice reaches.
-        let first = b
-            .saturating_mul(strides[0])
-            .saturating_add(head.saturating_mul(strides[1]));
         Lines {
             elements,
-            first,
+            // Sequences without tokens may have strides that no slice reaches.
+            first: offset([b, head, 0], strides),
             step: strides[2],
             row,
             len,
@@ -237,6 +236,14 @@ impl<'a, T> Lines<'a, T> {
     }
 }
 
+/// Where the row of (sequence, head, token) begins; beyond every slice where the sum exceeds 64 bits.
+pub(crate) fn offset(at: [usize; 3], strides: [usize; 3]) -> usize {
+    let terms = at.iter().zip(strides);
+    terms.fold(0usize, |sum, (i, stride)| {
+        sum.saturating_add(i.saturating_mul(stride))
+    })
+}
+
 /// A product that saturates: strides that no slice can have are refused with their view.
 fn product(factors: [usize; 3]) -> usize {
     factors.into_iter().fold(1, usize::saturating_mul)
@@ -255,12 +262,8 @@ fn check_reach(
         if len == 0 {
             continue;
         }
-        let last = [b, problem.num_kv_heads - 1, len - 1];
-        let terms = last.iter().zip(strides);
-        let end = terms
-            .map(|(i, stride)| i.saturating_mul(stride))
-            .fold(row, usize::saturating_add);
-        needed = needed.max(end);
+        let last = offset([b, problem.num_kv_heads - 1, len - 1], strides);
+        needed = needed.max(last.saturating_add(row));
     }
     if needed > given {
         return Err(Error::Length {

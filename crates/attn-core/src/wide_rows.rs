@@ -63,17 +63,16 @@ impl<'a> WideRows<'a> {
     /// Rows that lie side by side.
     ///
     /// # Errors
-    /// [`Error::Length`] for another number of elements than the shape's.
+    /// [`Error::Length`] for another number of elements than the shape's; [`Error::Parameter`] for sizes whose products exceed 64 bits.
     pub fn new(x: &'a [f32], shape: [usize; 3]) -> Result<Self, Error> {
-        let needed = shape.into_iter().fold(1, usize::saturating_mul);
-        if x.len() != needed {
+        let layout = Layout::packed(shape)?;
+        if x.len() != layout.len() {
             return Err(Error::Length {
                 what: "rows",
                 given: x.len(),
-                needed,
+                needed: layout.len(),
             });
         }
-        let layout = Layout::packed(shape);
         Ok(WideRows { x, layout })
     }
 

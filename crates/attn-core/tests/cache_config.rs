@@ -64,6 +64,31 @@ fn each_sequence_has_room_for_its_own_length() {
 }
 
 #[test]
+fn a_longer_sequence_than_any_cache_has_is_not_made_room_for() {
+    let heads = Heads {
+        q: 1,
+        kv: 1,
+        dim: 64,
+    };
+    let builder = || CacheConfig::builder(KvFormat::INT8, heads);
+    let most = 1 << 20;
+    builder().max_len(most).build().check().unwrap();
+    builder().lens([3, most]).build().check().unwrap();
+    // More pages than one sequence can have are those of sequences to come.
+    builder().pages(most).build().check().unwrap();
+    for config in [
+        builder().max_len(most + 1).build(),
+        builder().max_len(most + 1).pages(4).build(),
+        builder().lens([most + 1, 3]).build(),
+    ] {
+        let error = config.check().unwrap_err();
+        let found =
+            matches!(&error, Error::Parameter { what: "max_len", given, .. } if given == "1048577");
+        assert!(found, "{error}");
+    }
+}
+
+#[test]
 fn static_scales_are_1_until_they_are_set() {
     let config = CacheConfig::builder(
         "fp8".parse().unwrap(),

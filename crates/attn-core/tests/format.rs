@@ -158,13 +158,14 @@ fn rotation_shifts_and_windows_belong_to_their_schemes(
     assert_eq!(scheme.window().tiles(), tiles);
 }
 
-/// Tokens whose residuals are kept are twice the larger window, in whole pages, of which the last one may be open.
+/// Tokens whose residuals are kept are twice the larger window, in whole pages, of which the last one may be open; of pages of 128 tokens a third one where
+/// the window has two tiles, since two tiles of drafts and two of the window can lie in three.
 #[rstest]
 #[case("int8", 64, &[(1, 0), (1000, 0)])]
 #[case("int4-w0", 64, &[(1, 0), (1000, 0)])]
 #[case("int4", 16, &[(0, 0), (1, 1), (16, 1), (17, 2), (256, 16), (257, 16), (5000, 16)])]
 #[case("int4", 64, &[(0, 0), (1, 1), (192, 3), (193, 4), (257, 4), (5000, 4)])]
-#[case("int4", 128, &[(0, 0), (128, 1), (129, 2), (257, 2)])]
+#[case("int4", 128, &[(0, 0), (128, 1), (129, 2), (257, 3), (5000, 3)])]
 #[case("int8/int4", 64, &[(64, 1), (5000, 4)])]
 #[case("int4/int8", 64, &[(64, 1), (5000, 4)])]
 #[case("int4/int4-w4", 64, &[(448, 7), (449, 8), (5000, 8)])]
@@ -182,6 +183,45 @@ fn residual_pages_hold_twice_the_larger_window(
             *pages,
             "{tokens}"
         );
+    }
+}
+
+/// The first home page whose residuals a sequence has, in a cache or outside of one.
+fn first_page(page_size: usize, len: usize, residuals: usize) -> usize {
+    len.div_ceil(page_size) - residuals
+}
+
+#[rstest]
+fn whatever_drafts_are_taken_back_the_residuals_that_an_image_has_are_there(
+    #[values("int4", "int8/int4-w4", "int4-r2-w4/int4")] name: &str,
+    #[values(16, 32, 64, 128)] page_size: usize,
+) {
+    let format: KvFormat = name.parse().unwrap();
+    let saved = |len| first_page(page_size, len, format.saved_residual_pages(page_size, len));
+    for (max_q_len, len) in [1, 64, 65, 200]
+        .into_iter()
+        .flat_map(|q| (0..500).map(move |len| (q, len)))
+    {
+        // The newest 64 tokens can be queries, or be taken back.
+        let read = format.first_residual_token(usize::saturating_sub(len, 64)) / page_size;
+        assert_eq!(saved(len), read.min(len.div_ceil(page_size)), "{len}");
+        for drafts in [1, 2, 5, 63, 64, 65, 130, 200] {
+            let (all, q_len) = (len + drafts, drafts.min(max_q_len));
+            let residuals = format.residual_pages(page_size, all, q_len);
+            let held = first_page(page_size, all, residuals);
+            assert!(
+                residuals <= format.max_residual_pages(page_size, max_q_len),
+                "{all}"
+            );
+            let back = if drafts <= max_q_len.max(64) {
+                drafts
+            } else {
+                64.min(all)
+            };
+            for left in all - back..=all {
+                assert!(held <= saved(left), "{len} + {drafts} - {}", all - left);
+            }
+        }
     }
 }
 

@@ -1,6 +1,19 @@
 //! `docs/errors.md`: every error as a user reads it, from calls that are refused. `ATTN_UPDATE=1 cargo test -p attn-core --test messages` writes it again.
 
-use std::{collections::BTreeSet, env, fmt::Write, fs, path::Path};
+#[path = "common/limited.rs"]
+mod limited;
+
+use std::{
+    collections::BTreeSet,
+    env,
+    fmt::Write,
+    fs,
+    path::Path,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+};
 
 use attn_core::{
     Append, AttnState, BackendId, CacheConfig, DecodeStep, Error, ErrorKind, Heads, HostPages,
@@ -9,6 +22,8 @@ use attn_core::{
     convert::{ExternalRows, RowFormat, import, rows::q8_0_row},
     internals::order_free_pages,
 };
+
+use limited::{failure, limited};
 
 const DIM: usize = 64;
 const HEADS: Heads = Heads {
@@ -189,6 +204,10 @@ fn appends() -> Vec<Refusal> {
         sequence: 1,
         tokens: 2,
     }; 2];
+    let too_long = [Append {
+        sequence: 0,
+        tokens: (1 << 20) - 99,
+    }];
     let wide = vec![0.5; 3 * 2 * ROW];
     let rows = Rows::strided(&wide, [3, 2, DIM], [2 * ROW, DIM]).unwrap();
     let mut all = Vec::from(numbers);
@@ -204,6 +223,14 @@ fn appends() -> Vec<Refusal> {
         (
             "more tokens than the pool has room for",
             append(&mut cache, 1, 2000).unwrap_err(),
+        ),
+        (
+            "more tokens than a sequence has",
+            cache.append_with(&too_long, |_, _| Ok(())).unwrap_err(),
+        ),
+        (
+            "a device that fails in an append, and again when old residuals are written back",
+            failed_twice(),
         ),
         (
             "a sequence beyond the last",
@@ -223,6 +250,33 @@ fn appends() -> Vec<Refusal> {
         ),
     ]);
     all
+}
+
+/// An append to a full pool, whose new pages are old residual pages.
+fn failed_twice() -> Error {
+    let heads = Heads {
+        q: 1,
+        kv: 1,
+        dim: DIM,
+    };
+    let builder = CacheConfig::builder(KvFormat::INT4, heads);
+    let fails = Arc::new(AtomicBool::new(false));
+    let has_failed = fails.clone();
+    let mut cache = limited(builder.max_len(640).build(), move |_, count| {
+        if has_failed.load(Ordering::Relaxed) {
+            0
+        } else {
+            count
+        }
+    });
+    append(&mut cache, 0, 380).unwrap();
+    fails.store(true, Ordering::Relaxed);
+    let tokens = [Append {
+        sequence: 0,
+        tokens: 260,
+    }];
+    let failed = cache.append_with(&tokens, |_, _| Err(failure("writing tokens")));
+    failed.unwrap_err()
 }
 
 fn steps() -> Vec<Refusal> {

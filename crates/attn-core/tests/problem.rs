@@ -22,6 +22,39 @@ fn refused(p: &Problem) -> Option<(&'static str, String)> {
     }
 }
 
+/// `len` tokens of one sequence, and so many after them in other shards.
+fn shard(len: usize, after: usize) -> Problem {
+    let mut p = problem().q_lens([1]).tokens_after([after]);
+    p.kv_lens = vec![len];
+    p
+}
+
+#[test]
+fn a_shard_but_the_last_ends_with_a_span() {
+    for len in [0, 1024, 2048] {
+        shard(len, 5).check_shards().unwrap();
+    }
+    for len in [1, 64, 960, 1088, 1280, 2047] {
+        shard(len, 0).check_shards().unwrap();
+        let error = shard(len, 5).check_shards().unwrap_err();
+        let found = matches!(&error, Error::Parameter { what: "tokens of a shard", given, .. } if *given == len.to_string());
+        assert!(found, "{error}");
+    }
+}
+
+#[test]
+fn shards_are_of_sequences_that_there_may_be() {
+    shard(1024, (1 << 20) - 1024).check().unwrap();
+    for (after, given) in [
+        ((1 << 20) - 1023, "1047553"),
+        (1 << 20, "1048576"),
+        (usize::MAX, "2^64 - 1"),
+    ] {
+        let found = refused(&shard(1024, after));
+        assert_eq!(found, Some(("tokens_after", given.to_owned())));
+    }
+}
+
 #[test]
 fn a_new_problem_is_causal_decode_of_one_token() {
     let p = problem();

@@ -298,3 +298,28 @@ fn what_gives_no_rotation_is_refused() {
         assert_eq!(x, [1.0; 128]);
     }
 }
+
+#[test]
+fn yarn_that_does_not_stretch_leaves_cosines_and_sines_as_they_are() {
+    for (factor, attention_factor) in [
+        (0.25, 1.0),
+        (0.999, 1.0),
+        (1.0, 1.0),
+        (2.0, 0.1 * 2f64.ln() + 1.0),
+    ] {
+        let scaling = RotaryScaling::Yarn {
+            factor,
+            original_context: 4096.0,
+            beta_fast: 32.0,
+            beta_slow: 1.0,
+            truncate: true,
+            attention_factor: None,
+        };
+        let rotary = Rotary::new(64, 1e4, &scaling).unwrap();
+        assert_eq!(
+            rotary.attention_factor(),
+            attention_factor as f32,
+            "{factor}"
+        );
+    }
+}

@@ -6,13 +6,15 @@ use std::{
 };
 
 use attn_core::{
-    CacheConfig, DecodeAttention, DecodeStep, DeviceInfo, Error, HostPages, KvCache, KvFormat,
-    Plan, Problem, SpanStates, SpansStep, StepInputs, Unsupported, process,
+    CacheAccess, CacheConfig, DecodeAttention, DecodeStep, DeviceInfo, Error, HostPages, HostStore,
+    KvCache, KvFormat, PageStore, Plan, Problem, SpanStates, SpansStep, StepInputs, TokenWrite,
+    Unsupported, WideRows, process,
 };
 
 use crate::{
     BACKEND,
     decode::{self, Workspace},
+    float_modes,
     options::Options,
     pool::Threads,
     reader::Reader,
@@ -77,6 +79,30 @@ fn check_plan(plan: &Plan) -> Result<(), Error> {
     }
 }
 
+/// The scalar quantizers' pages, written in the default floating-point modes.
+struct ScalarPages(HostPages);
+
+impl HostStore for ScalarPages {
+    fn pages(&self) -> &HostPages {
+        &self.0
+    }
+
+    fn pages_mut(&mut self) -> &mut HostPages {
+        &mut self.0
+    }
+
+    fn append(
+        &mut self,
+        access: &CacheAccess,
+        layer: usize,
+        writes: &[TokenWrite],
+        k: WideRows<'_>,
+        v: WideRows<'_>,
+    ) -> Result<(), Error> {
+        float_modes::with_default(|| self.0.append(access, layer, writes, k, v))
+    }
+}
+
 /// The scalar specification as a backend, with which all others are compared.
 #[derive(Debug)]
 pub struct Reference {
@@ -107,7 +133,7 @@ impl DecodeAttention for Reference {
     }
 
     fn create_cache(&self, config: &CacheConfig) -> Result<KvCache, Error> {
-        KvCache::new(config.clone(), Box::new(pages(config)?))
+        KvCache::new(config.clone(), Box::new(ScalarPages(pages(config)?)))
     }
 
     fn plan(&self, problem: &Problem, format: KvFormat) -> Result<Plan, Error> {
@@ -119,13 +145,14 @@ impl DecodeAttention for Reference {
         let (inputs, mut outputs) = step.parts();
         let integer = inputs.plan().format().is_integer();
         let mut lse = outputs.lse;
-        each_row(&inputs, |r, row, reader| {
+        let attend = |r, row: &QueryRow<'_>, reader: &Reader<'_>| {
             let (token, head) = (r / row.problem.num_q_heads, row.q_head);
             let row_lse = reference::attend(row, reader, integer, outputs.out.row(token, head));
             if let Some(lse) = &mut lse {
                 lse[r] = row_lse;
             }
-        })
+        };
+        float_modes::with_default(|| each_row(&inputs, attend))
     }
 
     fn attend_spans(&self, step: &SpansStep<'_>) -> Result<SpanStates, Error> {
@@ -133,11 +160,12 @@ impl DecodeAttention for Reference {
         check_plan(inputs.plan())?;
         let integer = inputs.plan().format().is_integer();
         let mut all = SpanStates::unseen(inputs.problem())?;
-        each_row(&inputs, |r, row, reader| {
+        let attend = |r, row: &QueryRow<'_>, reader: &Reader<'_>| {
             for (span, state) in reference::attend_spans(row, reader, integer).enumerate() {
                 all.set(span, r, [state.m, state.l], &state.o);
             }
-        })?;
+        };
+        float_modes::with_default(|| each_row(&inputs, attend))?;
         Ok(all)
     }
 }

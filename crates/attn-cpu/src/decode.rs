@@ -7,7 +7,7 @@ use std::cell::RefCell;
 
 use attn_core::{
     Error, KvMemory, Problem, QueryBlock, Scheme, SpanStates, StepInputs, StepOutputs, WideRowsMut,
-    arithmetic::LOG2_E, segments::SPAN,
+    arithmetic::LOG2_E, row_state::RowEnd, segments::SPAN,
 };
 use rayon::prelude::*;
 
@@ -16,9 +16,9 @@ use self::workspace::grow;
 use crate::{
     blocks,
     fetch::{Ahead, Fetch},
-    float,
+    float, float_modes,
     lanes::{LaneCodes, MANY_ROWS},
-    merge::{RowEnd, States, merge},
+    merge::{States, merge},
     query::{self, QueryRows},
     reader::Reader,
     rotation::rotate,
@@ -214,7 +214,7 @@ fn attend_splits(
         let states = unsafe { states.part(first..first + splits[0].block.tokens * row) };
         SCRATCH.with_borrow_mut(|scratch| {
             // SAFETY: the machine has `isa`: `CpuBackend` holds no other.
-            unsafe { attend(step, splits, scratch, states) }
+            float_modes::with_default(|| unsafe { attend(step, splits, scratch, states) })
         })
     };
     if threads == 1 || splits.len() == 1 {
@@ -263,7 +263,7 @@ pub(crate) fn decode(
     let (_, epilogue) = kernels(isa, step.plan().format().is_integer());
     let epilogue = |states: &States<'_>, end: RowEnd, out: &mut [f32]| {
         // SAFETY: as above.
-        unsafe { epilogue(states, span, end, out) }
+        float_modes::with_default(|| unsafe { epilogue(states, span, end, out) })
     };
     let mut unasked = std::mem::take(&mut workspace.unasked_lse);
     let lse = match lse {
@@ -310,7 +310,7 @@ fn write_rows(
             count: (end - first) / heads,
         };
         let end = RowEnd {
-            v_scale: v_scale(step, g),
+            v_tensor_scale: v_scale(step, g),
             sink: problem.sinks.as_ref().map(|sinks| sinks[q_head]),
             rotated,
         };

@@ -1,6 +1,9 @@
 //! Sections 5 and 6 over vectors: the merge of a row's states, and the epilogue.
 
-use attn_core::arithmetic::{lse, merge_sink, pow2, rcp, sink_state};
+use attn_core::{
+    arithmetic::pow2,
+    row_state::{RowEnd, close},
+};
 
 use crate::{rotation::rotate, simd::Simd};
 
@@ -46,16 +49,6 @@ pub(crate) fn merge<S: Simd>(
     }
 }
 
-/// What ends a row beside its states.
-#[derive(Clone, Copy)]
-pub(crate) struct RowEnd {
-    /// V's static scale.
-    pub v_scale: f32,
-    pub sink: Option<f32>,
-    /// Whether V is rotated.
-    pub rotated: bool,
-}
-
 /// Merges states left to right in groups of `span`, then the groups left to right, then the sink; normalizes, turns the row back where V is rotated, and
 /// returns the log-sum-exp.
 #[inline(always)]
@@ -83,17 +76,11 @@ pub(crate) fn epilogue<S: Simd>(
         merge(s, &mut group, &mut group_o[..dim], [ml[0], ml[1]], o);
     }
     merge(s, &mut total, out, group, &group_o[..dim]);
-    if total[0] == f32::NEG_INFINITY {
-        out.fill(0.0);
-    }
-    let ([m, l], alpha) = match end.sink {
-        Some(sink) => merge_sink(total, sink_state(sink)),
-        None => (total, 1.0),
+    let (factor, lse) = close(total, out, end.sink);
+    let Some(factor) = factor else {
+        return lse;
     };
-    if m == f32::NEG_INFINITY {
-        return m;
-    }
-    let (scale, v_scale) = (s.splat(rcp(l) * alpha), s.splat(end.v_scale));
+    let (scale, v_scale) = (s.splat(factor), s.splat(end.v_tensor_scale));
     for x in out.chunks_exact_mut(S::LANES) {
         // SAFETY: LANES floats.
         unsafe {
@@ -104,5 +91,5 @@ pub(crate) fn epilogue<S: Simd>(
     if end.rotated {
         rotate::<S, true>(s, out);
     }
-    lse(m, l)
+    lse
 }

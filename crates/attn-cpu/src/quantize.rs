@@ -18,7 +18,7 @@ use attn_core::{
 };
 use half::{bf16, f16, slice::HalfFloatSliceExt};
 
-use crate::simd::Isa;
+use crate::{float_modes, simd::Isa};
 
 /// The width of the loops; every head_dim and every group is a multiple.
 const CHUNK: usize = 16;
@@ -75,7 +75,7 @@ impl RowWriter {
     /// Writes tokens of KV head `head` into its runs of their pages.
     pub fn write(&self, tokens: Tokens<'_>, head: usize, runs: Runs<'_>) {
         // SAFETY: `new` was given an instruction set that the machine has.
-        unsafe { (self.write)(self, tokens, head, runs) }
+        float_modes::with_default(|| unsafe { (self.write)(self, tokens, head, runs) });
     }
 }
 

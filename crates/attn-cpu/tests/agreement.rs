@@ -194,6 +194,23 @@ fn six_spans_of_one_sequence_have_the_references_bits() {
     agree_on(&problem, KvFormat::INT8, &q, &sequences);
 }
 
+#[test]
+fn a_prompt_of_one_split_that_ends_in_its_second_span_has_the_references_bits() {
+    // More query tokens than are cut into spans, so that one split merges its spans: the second is of one segment, and not the first of the sequence.
+    for (len, q_len) in [(1100, 20), (1280, 33)] {
+        let heads = Heads {
+            q: 1,
+            kv: 1,
+            dim: 64,
+        };
+        let problem = Problem::new(heads, vec![len]).q_len(q_len);
+        let (q, sequences) = (noise(9, problem.elements()), sequences(&problem));
+        for name in ["int8", "bf16"] {
+            agree_on(&problem, format(name), &q, &sequences);
+        }
+    }
+}
+
 /// Rows of a view, `[sequence][token][head]`, with the f16 scales that the scheme has.
 fn rows(scheme: Scheme, seed: usize, problem: &Problem, capacity: usize) -> (Vec<u8>, Vec<u16>) {
     let rows = problem.batch() * capacity * problem.num_kv_heads;

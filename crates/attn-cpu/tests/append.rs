@@ -196,6 +196,14 @@ fn rows_of_every_kind_scheme_and_head_dim_have_the_scalar_quantizers_bytes() {
 }
 
 #[test]
+fn every_token_of_an_append_of_thousands_is_written() {
+    // The last piece brings one sequence 1488 tokens, and the other 7440.
+    for (seed, format) in ["int8/int4", "fp8"].into_iter().enumerate() {
+        compare(format.parse().unwrap(), 64, 64, 9000, seed as u64);
+    }
+}
+
+#[test]
 fn long_appends_of_mixed_formats_have_the_scalar_quantizers_bytes_on_any_number_of_threads() {
     for (seed, format) in [
         "int8/int4-g1",

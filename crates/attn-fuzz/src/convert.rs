@@ -122,7 +122,7 @@ fn layout(draw: &mut Draw<'_, '_>) -> Result<Option<(Shape, PageLayout)>, String
                 "a page of {shape:?} has {got} bytes, not {want}"
             );
             let tokens = draw.size() >> 1;
-            let want: usize = pages::page_counts(shape.format, shape.page_size, tokens)
+            let want: usize = pages::saved_counts(shape.format, shape.page_size, tokens)
                 .iter()
                 .sum();
             let got = layout.pages_of(tokens);

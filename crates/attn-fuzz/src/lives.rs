@@ -97,6 +97,8 @@ struct Sequence {
     /// K and V as appended; `None` once pages of other origin are restored.
     floats: Option<[Vec<f32>; 2]>,
     tokens: usize,
+    /// The first home page whose residuals came with the pages that were restored.
+    first_residual: usize,
 }
 
 /// What appends take from the pool.
@@ -206,7 +208,7 @@ impl<'a> Life<'a> {
             self.config.format,
         );
         let len = self.sequences[s].tokens;
-        let [held, old_kept] = page_counts(format, size, len);
+        let [held, old_kept] = self.held_counts(s);
         let [home, kept] = page_counts(format, size, len.saturating_add(tokens));
         // Residuals are kept for home pages `first..home`; those of `old_first..held` are there.
         let (old_first, first) = (held - old_kept, home - kept);
@@ -223,6 +225,13 @@ impl<'a> Life<'a> {
         let alone = |page: &&u32| Self::owners(&table.residual_pages, **page) == 1;
         let dropped = table.residual_pages[s][..dropped].iter().filter(alone);
         demand.recyclable.extend(dropped);
+    }
+
+    /// A sequence's home pages, and how many of the last of them have a residual page in the cache.
+    fn held_counts(&self, s: usize) -> [usize; 2] {
+        let sequence = &self.sequences[s];
+        let [home, kept] = page_counts(self.config.format, self.config.page_size, sequence.tokens);
+        [home, kept.min(home - sequence.first_residual)]
     }
 
     /// Whether the pool has room for what appends take.

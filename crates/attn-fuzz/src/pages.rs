@@ -50,11 +50,26 @@ pub fn window(scheme: Scheme) -> usize {
     }
 }
 
-/// The home pages of a sequence, and how many of the last of them have a residual page.
+/// The home pages of a sequence in a cache, and how many of the last of them have a residual page there, if it was never restored.
 pub fn page_counts(format: KvFormat, page_size: usize, tokens: usize) -> [usize; 2] {
     let home = tokens.div_ceil(page_size);
-    let kept = 2 * 64 * window(format.k).max(window(format.v)) / page_size;
+    let kept = match (window(format.k).max(window(format.v)), page_size) {
+        (2, 128) => 3,
+        (tiles, _) => 2 * 64 * tiles / page_size,
+    };
     [home, kept.min(home)]
+}
+
+/// The home pages of a sequence outside of a cache, and how many of the last of them have a residual page there.
+pub fn saved_counts(format: KvFormat, page_size: usize, tokens: usize) -> [usize; 2] {
+    let home = tokens.div_ceil(page_size);
+    match window(format.k).max(window(format.v)) {
+        0 => [home, 0],
+        tiles => {
+            let first = (tokens.saturating_sub(64) / 64 + 1).saturating_sub(tiles) * 64;
+            [home, home.saturating_sub(first / page_size)]
+        }
+    }
 }
 
 /// The value of an e4m3 code.
@@ -279,7 +294,7 @@ fn turned_back(scheme: Scheme, head_dim: usize, stored: &[f64]) -> Vec<f64> {
 /// Reads what `KvCache::read_back` gives for a sequence of `tokens`: K and V.
 pub fn read(shape: &Shape, pages: &[Vec<u8>], tokens: usize, scales: [&[f32]; 2]) -> [Side; 2] {
     let schemes = [shape.format.k, shape.format.v];
-    let [home, kept] = page_counts(shape.format, shape.page_size, tokens);
+    let [home, kept] = saved_counts(shape.format, shape.page_size, tokens);
     let k_bytes: usize = part_bytes(shape, schemes[0]).iter().sum();
     // In a residual page V's nibbles follow K's, if K has any.
     let k_residuals = match window(schemes[0]) {

@@ -4,7 +4,7 @@
 use arbitrary::Unstructured;
 use attn_core::{
     Append, AttnState, CacheConfig, DecodeAttention, DecodeStep, Error, Heads, Int8Scale, KvFormat,
-    KvSource, KvView, Problem, Scheme, StridedRows, convert::rows,
+    KvSource, KvView, Problem, Rows, Scheme, SpanStates, StridedRows, convert::rows,
 };
 use attn_cpu::Reference;
 
@@ -245,6 +245,7 @@ fn config_can_be(c: &CacheConfig) -> bool {
         && page() <= i32::MAX as u128
         && c.num_pages <= u32::MAX as usize
         && c.num_sequences <= 1 << 24
+        && c.max_len <= 1 << 20
         && c.num_pages as u128 * page() <= isize::MAX as u128
         && scales(c.format.k, &c.k_tensor_scales)
         && scales(c.format.v, &c.v_tensor_scales)
@@ -403,6 +404,13 @@ fn view(draw: &mut Draw<'_, '_>) -> Result<(), String> {
 /// States, names and rows.
 fn rest(draw: &mut Draw<'_, '_>) -> Result<(), String> {
     let (rows, dim) = (draw.size(), draw.size());
+    if let Ok(states) = SpanStates::new(rows, dim, Vec::new(), Vec::new()) {
+        hold!(states.spans() == 0, "{rows} rows of {dim} have a span");
+    }
+    if let Ok(none) = Rows::strided(&[0.0f32; 4], [0, rows, dim], [1, 1]) {
+        let wide = none.to_wide().map_err(|e| e.to_string())?;
+        hold!(wide.is_empty(), "no token of {rows} heads of {dim} is some");
+    }
     if let Ok(state) = AttnState::empty(rows, dim) {
         let exact = rows as u128 * dim as u128;
         hold!(

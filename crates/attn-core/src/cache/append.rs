@@ -6,6 +6,8 @@ use super::{CacheAccess, KvCache, PageStore, TokenWrite};
 use crate::{
     error::Error,
     events,
+    problem::MAX_TOKENS,
+    row_layout::Layout,
     rows::Rows,
     wide_rows::{Widened, check_values},
 };
@@ -29,6 +31,18 @@ struct Room {
     dropped: Vec<u32>,
 }
 
+/// Appends that the cache has room for, to sequences that exist, are named once and stay within the limit.
+pub(super) struct Admitted<'a> {
+    pub appends: &'a [Append],
+    /// All tokens.
+    pub tokens: usize,
+    /// Residual pages to recycle, as many as the pool lacks.
+    pub recyclable: Vec<u32>,
+}
+
+/// K and V of the shape that a call needs, and where their rows lie. No row has been looked at: there may be any number, as at strides of 0.
+pub(super) type ShapedRows<'a> = [(Rows<'a>, Layout); 2];
+
 impl KvCache {
     /// Appends tokens to one sequence: `k` and `v` are `[tokens, num_kv_heads, head_dim]` in f32, f16 or bf16, side by side
     /// or at strides ([`Rows::strided`]).
@@ -40,9 +54,12 @@ impl KvCache {
     /// A cache of several layers takes a step's tokens by [`KvCache::reserve`] and [`KvCache::write`], of which this is both.
     ///
     /// # Errors
-    /// [`Error::Sequence`]; [`Error::Length`], or [`Error::Shape`] for strided rows; [`Error::NotFinite`], [`Error::Magnitude`], [`Error::CacheFull`];
-    /// [`Error::SeveralLayers`]; [`Error::Step`] while a step is open; [`Error::Device`] if the device fails. Lengths and pages are
-    /// unchanged then.
+    /// [`Error::Sequence`]; [`Error::Length`], or [`Error::Shape`] for strided rows; [`Error::CacheFull`]; [`Error::TooLong`] for more than
+    /// [`MAX_TOKENS`] tokens of a sequence; [`Error::NotFinite`], [`Error::Magnitude`]; [`Error::SeveralLayers`];
+    /// [`Error::Step`] while a step is open; [`Error::Device`] if the device fails. Values are looked at last, in rows that there is room for. Lengths,
+    /// pages and bytes are unchanged then.
+    ///
+    /// [`Error::StepLeftOpen`] if the device fails twice: the tokens are then those of an open step, as after [`KvCache::reserve`].
     pub fn append<'a>(
         &mut self,
         sequence: usize,
@@ -71,21 +88,31 @@ impl KvCache {
         let tokens = appends
             .iter()
             .fold(0usize, |n, a| n.saturating_add(a.tokens));
-        let [k, v] = self.checked_rows(tokens, k.into(), v.into())?;
-        self.append_tokens(appends, |store, writes| {
+        let rows = self.shaped_rows(tokens, k.into(), v.into())?;
+        let admitted = self.admit_append(appends)?;
+        let [k, v] = self.checked_values(rows)?;
+        self.append_admitted(admitted, |store, writes| {
             store.append(&CacheAccess::here()?, 0, writes, k.rows(), v.rows())
         })
     }
 
-    /// K and V of so many tokens, in f32, of values that the format takes.
-    pub(super) fn checked_rows<'a>(
+    /// K and V of so many tokens.
+    pub(super) fn shaped_rows<'a>(
         &self,
         tokens: usize,
         k: Rows<'a>,
         v: Rows<'a>,
-    ) -> Result<[Widened<'a>; 2], Error> {
+    ) -> Result<ShapedRows<'a>, Error> {
         let needed = [tokens, self.config.num_kv_heads, self.config.head_dim];
         let (in_k, in_v) = (k.check("k", needed)?, v.check("v", needed)?);
+        Ok([(k, in_k), (v, in_v)])
+    }
+
+    /// K and V in f32, of values that the format takes.
+    pub(super) fn checked_values<'a>(
+        &self,
+        [(k, in_k), (v, in_v)]: ShapedRows<'a>,
+    ) -> Result<[Widened<'a>; 2], Error> {
         let (k, v) = (k.widened(in_k, "K in f32")?, v.widened(in_v, "V in f32")?);
         check_values("k", k.rows(), self.config.format.k)?;
         check_values("v", v.rows(), self.config.format.v)?;
@@ -95,7 +122,7 @@ impl KvCache {
     /// Free pages that an append of these takes: it has room where [`KvCache::free_pages`] is at least that.
     ///
     /// # Errors
-    /// [`Error::Sequence`], [`Error::Repeated`].
+    /// [`Error::Sequence`], [`Error::Repeated`], [`Error::TooLong`].
     pub fn pages_needed(&self, appends: &[Append]) -> Result<usize, Error> {
         let room = self.room_for(appends)?;
         Ok(room.needed.saturating_sub(room.dropped.len()))
@@ -107,22 +134,19 @@ impl KvCache {
     /// `appends` names each sequence once; [`TokenWrite::source`] counts through all of them in this order.
     ///
     /// # Errors
-    /// [`Error::Sequence`], [`Error::Repeated`], [`Error::SeveralLayers`], [`Error::CacheFull`],
-    /// [`Error::Step`]; those of `write`. Lengths and pages are unchanged then.
+    /// [`Error::Sequence`], [`Error::Repeated`], [`Error::SeveralLayers`], [`Error::CacheFull`], [`Error::TooLong`], [`Error::Step`]; those of `write`.
+    /// Lengths and pages are unchanged then. [`Error::StepLeftOpen`] as for [`KvCache::append`].
     pub fn append_with(
         &mut self,
         appends: &[Append],
         write: impl FnOnce(&dyn PageStore, &[TokenWrite]) -> Result<(), Error>,
     ) -> Result<(), Error> {
-        self.append_tokens(appends, |store, writes| write(store, writes))
+        let admitted = self.admit_append(appends)?;
+        self.append_admitted(admitted, |store, writes| write(store, writes))
     }
 
-    /// Reserves pages and writes, or changes nothing.
-    fn append_tokens(
-        &mut self,
-        appends: &[Append],
-        write: impl FnOnce(&mut dyn PageStore, &[TokenWrite]) -> Result<(), Error>,
-    ) -> Result<(), Error> {
+    /// Refuses an append to a cache of several layers, and what [`KvCache::admit`] refuses.
+    fn admit_append<'a>(&self, appends: &'a [Append]) -> Result<Admitted<'a>, Error> {
         if self.config.layers != 1 {
             return Err(Error::SeveralLayers {
                 what: "an append",
@@ -130,20 +154,22 @@ impl KvCache {
                 next: "`reserve` the step's tokens and `write` each layer",
             });
         }
-        self.check_no_step("an append")?;
-        let (total, recyclable) = self.check_appends(appends)?;
-        if total == 0 {
+        self.admit("an append", appends)
+    }
+
+    /// Reserves pages and writes, or changes nothing; a device that fails twice leaves the step open.
+    fn append_admitted(
+        &mut self,
+        admitted: Admitted<'_>,
+        write: impl FnOnce(&mut dyn PageStore, &[TokenWrite]) -> Result<(), Error>,
+    ) -> Result<(), Error> {
+        if admitted.tokens == 0 {
             return Ok(());
         }
-        let _step = events::append(appends.len(), total);
-        self.open_step_of(appends, total, recyclable)?;
+        let _step = events::append(admitted.appends.len(), admitted.tokens);
+        self.open_step_of(admitted)?;
         let written = self.write_layer(0, write);
-        if written.is_err() {
-            // Only a device that fails twice loses the recycled pages' bytes; the first failure is the one to report.
-            let _ = self.restore_recycled();
-            self.roll_back();
-        }
-        written
+        written.map_err(|error| self.undo_step(error))
     }
 
     /// The open page that an append to `sequence` would have to copy because other sequences share it.
@@ -198,13 +224,14 @@ impl KvCache {
         home.into_iter().chain(residual.filter(|_| home.is_some()))
     }
 
-    /// What appends take, by the table; refuses those to missing or repeated sequences.
+    /// What appends take, by the table; refuses those to missing or repeated sequences, and those beyond the most tokens of a sequence.
     fn room_for(&self, appends: &[Append]) -> Result<Room, Error> {
         let mut room = Room::default();
         let mut sequences = Vec::with_capacity(appends.len());
         for &Append { sequence, tokens } in appends {
             self.check_sequence(sequence)?;
             sequences.push(sequence);
+            check_len(sequence, self.table.lens[sequence].saturating_add(tokens))?;
             if tokens == 0 {
                 continue;
             }
@@ -224,8 +251,13 @@ impl KvCache {
         Ok(room)
     }
 
-    /// Refuses appends that the pool has no room for; returns their tokens in total, and residual pages to recycle, as many as the pool lacks.
-    pub(super) fn check_appends(&self, appends: &[Append]) -> Result<(usize, Vec<u32>), Error> {
+    /// Refuses appends while a step is open, to sequences that are missing, repeated or would be too long, and those that the pool has no room for.
+    pub(super) fn admit<'a>(
+        &self,
+        what: &'static str,
+        appends: &'a [Append],
+    ) -> Result<Admitted<'a>, Error> {
+        self.check_no_step(what)?;
         let Room {
             tokens,
             needed,
@@ -233,6 +265,22 @@ impl KvCache {
         } = self.room_for(appends)?;
         dropped.truncate(needed.saturating_sub(self.pages.num_free()));
         self.pages.check_room(needed - dropped.len())?;
-        Ok((tokens, dropped))
+        Ok(Admitted {
+            appends,
+            tokens,
+            recyclable: dropped,
+        })
     }
+}
+
+/// Refuses more tokens than a sequence has at most.
+pub(super) fn check_len(sequence: usize, tokens: usize) -> Result<(), Error> {
+    if tokens <= MAX_TOKENS {
+        return Ok(());
+    }
+    Err(Error::TooLong {
+        sequence,
+        tokens,
+        limit: MAX_TOKENS,
+    })
 }

@@ -8,6 +8,7 @@ use crate::{
     format::KvFormat,
     layout::PageLayout,
     page_bytes::SequencePages,
+    problem::MAX_TOKENS,
     view::check_tensor_scales,
 };
 
@@ -16,9 +17,6 @@ const MAGIC: &[u8; 8] = b"attn-seq";
 
 /// The version of the header and of the pages' bytes.
 const VERSION: u32 = 1;
-
-/// No sequence has more tokens: sums of such numbers stay far below 2^64.
-const MOST_TOKENS: u64 = 1 << 48;
 
 /// Where the checksum lies in the header.
 const CHECKSUM: usize = 16;
@@ -231,11 +229,11 @@ impl Description {
         let format = format_of(image)?;
         let layout = PageLayout::new(format, number(40), number(44), number(36))?;
         let tokens = long(image, 24);
-        if tokens > MOST_TOKENS {
+        if tokens > MAX_TOKENS as u64 {
             return refuse(
                 "the tokens of a sequence's image",
                 tokens as usize,
-                "at most 2^48; the image is damaged, save the sequence again",
+                "at most 1048576; the image is damaged, save the sequence again",
             );
         }
         let home = (tokens as usize).div_ceil(layout.page_size());
@@ -366,17 +364,11 @@ fn checksum(image: &[u8]) -> u64 {
             }
         }
     };
-    // The field itself counts as zero; pages may end with half a chunk, whose other half counts as zero.
+    // The field itself counts as zero. Headers end at a multiple of 64 bytes, and pages are of whole chunks.
     let mut first = [0; 32];
     first.copy_from_slice(&image[..32]);
     first[CHECKSUM..CHECKSUM + 8].fill(0);
     add_all(&first);
     add_all(&image[32..]);
-    let (_, rest) = image.as_chunks::<32>();
-    if !rest.is_empty() {
-        let mut last = [0; 32];
-        last[..rest.len()].copy_from_slice(rest);
-        add_all(&last);
-    }
     sums.into_iter().fold(image.len() as u64, add)
 }

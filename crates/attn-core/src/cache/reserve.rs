@@ -3,7 +3,7 @@
 
 use std::ops::Range;
 
-use super::{Append, CacheAccess, KvCache, PageStore, TokenWrite};
+use super::{Append, CacheAccess, KvCache, PageStore, TokenWrite, append::Admitted};
 use crate::{
     error::{Error, Many, filled},
     events, process,
@@ -19,6 +19,25 @@ pub(super) struct OpenStep {
     writes: Vec<TokenWrite>,
     /// Whether each layer has been written.
     written: Vec<bool>,
+    /// Whether it never began, and only old residuals are to be written back: the table is that before the step.
+    is_torn: bool,
+}
+
+impl OpenStep {
+    /// What is to be done before calls that the step refuses, and how.
+    fn unfinished(&self) -> (String, &'static str) {
+        match self.is_torn {
+            true => (
+                "a step failed, and old residuals that it overwrote are still to be written back"
+                    .to_owned(),
+                "cancel it",
+            ),
+            false => (
+                format!("a step of {} is open", Many(self.tokens, "token")),
+                "write its other layers, or cancel it",
+            ),
+        }
+    }
 }
 
 /// The pages that a step adds to a sequence.
@@ -58,8 +77,11 @@ impl KvCache {
     /// `appends` names each sequence once. Pages, residual pages and copies of open pages are counted as by [`KvCache::pages_needed`].
     ///
     /// # Errors
-    /// [`Error::Sequence`]; [`Error::Repeated`]; [`Error::CacheFull`]; [`Error::Step`] while another step is open;
-    /// [`Error::OutOfMemory`], [`Error::Device`]. Lengths and pages are unchanged then.
+    /// [`Error::Sequence`]; [`Error::Repeated`]; [`Error::CacheFull`]; [`Error::TooLong`] for more than
+    /// [`MAX_TOKENS`](crate::problem::MAX_TOKENS) tokens of a sequence; [`Error::Step`] while another step is open; [`Error::OutOfMemory`],
+    /// [`Error::Device`]. Lengths, pages and bytes are unchanged then.
+    ///
+    /// [`Error::StepLeftOpen`] if the device fails twice: the step can then only be cancelled.
     ///
     /// ```
     /// use attn_core::{Append, CacheConfig, Error, Heads, HostPages, KvCache, KvFormat};
@@ -85,9 +107,8 @@ impl KvCache {
     /// # Ok::<(), Error>(())
     /// ```
     pub fn reserve(&mut self, appends: &[Append]) -> Result<(), Error> {
-        self.check_no_step("a reservation")?;
-        let (tokens, recyclable) = self.check_appends(appends)?;
-        self.open_step_of(appends, tokens, recyclable)
+        let admitted = self.admit("a reservation", appends)?;
+        self.open_step_of(admitted)
     }
 
     /// Writes one layer's K and V of the tokens that [`KvCache::reserve`] has counted: `[tokens, num_kv_heads, head_dim]` of all sequences in the order of its
@@ -106,7 +127,8 @@ impl KvCache {
         v: impl Into<Rows<'a>>,
     ) -> Result<(), Error> {
         let tokens = self.check_unwritten(layer)?.tokens;
-        let [k, v] = self.checked_rows(tokens, k.into(), v.into())?;
+        let rows = self.shaped_rows(tokens, k.into(), v.into())?;
+        let [k, v] = self.checked_values(rows)?;
         self.write_in_span(layer, |store, writes| {
             store.append(&CacheAccess::here()?, layer, writes, k.rows(), v.rows())
         })
@@ -149,34 +171,38 @@ impl KvCache {
     pub(super) fn check_no_step(&self, what: &'static str) -> Result<(), Error> {
         match &self.step {
             None => Ok(()),
-            Some(step) => Err(Error::Step {
-                what,
-                state: format!("a step of {} is open", Many(step.tokens, "token")),
-                next: "write its other layers, or cancel it",
-            }),
+            Some(step) => {
+                let (state, next) = step.unfinished();
+                Err(Error::Step { what, state, next })
+            }
         }
     }
 
-    /// Refuses a sequence that the open step has grown.
+    /// Refuses a sequence to which the open step appends.
     pub(super) fn check_settled(&self, what: &'static str, sequence: usize) -> Result<(), Error> {
-        let grown = self.step.iter().flat_map(|step| &step.grown);
-        let mut grown = grown.map(|grown| &grown.reservation);
-        match grown.find(|r| r.sequence == sequence) {
+        let Some(step) = &self.step else {
+            return Ok(());
+        };
+        let mut grown = step.appends.iter().filter(|append| append.tokens > 0);
+        match grown.find(|append| append.sequence == sequence) {
             None => Ok(()),
-            Some(r) => Err(Error::Step {
-                what,
-                state: format!(
-                    "an open step has the newest {} of sequence {sequence}",
-                    Many(r.tokens, "token")
-                ),
-                next: "write its other layers, or cancel it",
-            }),
+            Some(append) => {
+                let (mut state, next) = step.unfinished();
+                if !step.is_torn {
+                    state = format!(
+                        "an open step has the newest {} of sequence {sequence}",
+                        Many(append.tokens, "token")
+                    );
+                }
+                Err(Error::Step { what, state, next })
+            }
         }
     }
 
     /// Refuses to read a layer that lacks the open step's tokens.
     pub(super) fn check_written(&self, layer: usize) -> Result<(), Error> {
         match &self.step {
+            Some(step) if step.is_torn => self.check_no_step("attention"),
             Some(step) if !step.written[layer] => Err(Error::Step {
                 what: "attention",
                 state: format!("layer {layer} lacks the tokens of the open step"),
@@ -195,6 +221,10 @@ impl KvCache {
         };
         match &self.step {
             None => refuse("no step is open".to_owned(), "reserve its tokens first"),
+            Some(step) if step.is_torn => {
+                let (state, next) = step.unfinished();
+                refuse(state, next)
+            }
             Some(step) if step.written[layer] => refuse(
                 format!("the open step has written layer {layer}"),
                 "write each layer once; cancel the step to begin again",
@@ -236,12 +266,14 @@ impl KvCache {
         Ok(())
     }
 
-    /// Opens a step of checked appends. `recyclable` are residual pages that serve as new pages where the pool has no other.
+    /// Opens a step of admitted appends.
     pub(super) fn open_step_of(
         &mut self,
-        appends: &[Append],
-        tokens: usize,
-        mut recyclable: Vec<u32>,
+        Admitted {
+            appends,
+            tokens,
+            mut recyclable,
+        }: Admitted<'_>,
     ) -> Result<(), Error> {
         let written = filled("the layers of a step", self.config.layers, false)?;
         let (mut reserved, mut recycled) = (Vec::with_capacity(appends.len()), Vec::new());
@@ -249,27 +281,38 @@ impl KvCache {
         let writes = self
             .take_pages(appends, &mut reserved, &mut take)
             .and_then(|()| self.writes(&reserved, tokens));
+        let mut step = OpenStep {
+            appends: appends.to_vec(),
+            tokens,
+            grown: Vec::new(),
+            recycled,
+            writes: Vec::new(),
+            written,
+            is_torn: writes.is_err(),
+        };
         match writes {
             Ok(writes) => {
-                let grown = reserved.into_iter().map(|r| self.enter(r)).collect();
-                self.step = Some(OpenStep {
-                    appends: appends.to_vec(),
-                    tokens,
-                    grown,
-                    recycled,
-                    writes,
-                    written,
-                });
+                step.writes = writes;
+                step.grown = reserved.into_iter().map(|r| self.enter(r)).collect();
+                self.step = Some(step);
                 Ok(())
             }
             Err(error) => {
                 reserved.into_iter().rev().for_each(|r| self.give_back(r));
-                for page in &recycled {
-                    // Only a device that fails twice loses them; the first failure is the one to report.
-                    let _ = self.write_all_layers(page.page, &page.held);
-                }
-                Err(error)
+                self.step = Some(step);
+                Err(self.undo_step(error))
             }
+        }
+    }
+
+    /// Takes the open step back because of an error, which is returned; a device that fails again leaves the step open.
+    pub(super) fn undo_step(&mut self, error: Error) -> Error {
+        match self.cancel_step() {
+            Ok(()) => error,
+            Err(second) => Error::StepLeftOpen {
+                first: Box::new(error),
+                second: Box::new(second),
+            },
         }
     }
 
@@ -388,7 +431,7 @@ impl KvCache {
     }
 
     /// Puts the table back to what it was before the open step.
-    pub(super) fn roll_back(&mut self) {
+    fn roll_back(&mut self) {
         let grown = self.step.take().into_iter().flat_map(|step| step.grown);
         for grown in grown.collect::<Vec<_>>().into_iter().rev() {
             let r = grown.reservation;
@@ -412,7 +455,7 @@ impl KvCache {
     }
 
     /// Writes back what the open step's recycled pages held.
-    pub(super) fn restore_recycled(&mut self) -> Result<(), Error> {
+    fn restore_recycled(&mut self) -> Result<(), Error> {
         let (step, store) = (&self.step, &mut *self.store);
         let mut recycled = step.iter().flat_map(|step| &step.recycled);
         recycled.try_for_each(|page| write_all_layers(store, page.page, &page.held))

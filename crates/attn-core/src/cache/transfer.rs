@@ -3,7 +3,7 @@
 
 use std::ops::Range;
 
-use super::{CacheAccess, KvCache, SequenceImage, image::Description};
+use super::{CacheAccess, KvCache, SequenceImage, append::check_len, image::Description};
 use crate::{
     error::{Error, filled, refuse, reserve},
     page_bytes::SequencePages,
@@ -51,7 +51,8 @@ impl KvCache {
     }
 
     /// A sequence's home pages in order, then its residual pages, unwritten bytes zeroed: those of its last home pages, as many as any run of so many
-    /// tokens keeps, or fewer after [`KvCache::truncate`]; of the first layer, then of the next. The pages of [`KvCache::image`], to be compared.
+    /// tokens keeps ([`KvFormat::saved_residual_pages`](crate::KvFormat::saved_residual_pages)), or fewer where [`KvCache::truncate`] took back more than it
+    /// promises; of the first layer, then of the next. The pages of [`KvCache::image`], to be compared.
     /// [`CacheLayer::read_back`](super::CacheLayer::read_back) gives those of one layer, for [`convert::export`](crate::convert::export).
     ///
     /// # Errors
@@ -86,7 +87,7 @@ impl KvCache {
         let (len, table) = (self.table.lens[sequence], &self.table);
         let held = table.residual_pages[sequence].len();
         let format = self.config.format;
-        let kept = format.residual_pages(self.config.page_size, len, 0);
+        let kept = format.saved_residual_pages(self.config.page_size, len);
         let count = table.pages[sequence].len() + held.min(kept);
         SequencePages::new(self.layout, len, count)
     }
@@ -117,12 +118,13 @@ impl KvCache {
     ///
     /// # Errors
     /// [`Error::Sequence`]; [`Error::NotEmpty`]; [`Error::ImageMismatch`] for the image of another kind of cache, by
-    /// format, shape or tensor scales; [`Error::BadBytes`] for values that no quantizer writes; [`Error::CacheFull`]; [`Error::Device`]. The
+    /// format, shape or tensor scales; [`Error::CacheFull`]; [`Error::BadBytes`] for values that no quantizer writes; [`Error::Device`]. The
     /// sequences are unchanged then.
     pub fn restore(&mut self, sequence: usize, image: &SequenceImage<'_>) -> Result<(), Error> {
         self.check_restore(sequence)?;
         let description = image.description();
         description.check_cache(&self.config)?;
+        self.pages.check_room(description.pages().count())?;
         self.fill(sequence, description.pages(), image.pages())
     }
 
@@ -130,7 +132,7 @@ impl KvCache {
     /// [`KvCache::read_back`], or of [`convert::import`](crate::convert::import) for one layer after the other. An image says it: [`KvCache::restore`].
     ///
     /// # Errors
-    /// [`Error::Sequence`]; [`Error::NotEmpty`]; [`Error::Length`], [`Error::BadBytes`] for other than such pages;
+    /// [`Error::Sequence`]; [`Error::NotEmpty`]; [`Error::TooLong`]; [`Error::Length`], [`Error::BadBytes`] for other than such pages;
     /// [`Error::CacheFull`]; [`Error::Device`]. The sequences are unchanged then.
     pub fn restore_pages(
         &mut self,
@@ -139,6 +141,7 @@ impl KvCache {
         pages: &[Vec<u8>],
     ) -> Result<(), Error> {
         self.check_restore(sequence)?;
+        check_len(sequence, tokens)?;
         let layers = self.config.layers;
         if !pages.len().is_multiple_of(layers) {
             return Err(Error::Length {
@@ -150,6 +153,7 @@ impl KvCache {
         let each = pages.len() / layers;
         let held = SequencePages::new(self.layout, tokens, each)?;
         held.check_lengths(pages)?;
+        self.pages.check_room(held.count())?;
         let mut bytes = Vec::new();
         let size = pages.len() * self.layout.page_bytes();
         reserve("the pages of a sequence", &mut bytes, size)?;
@@ -162,12 +166,11 @@ impl KvCache {
         self.check_empty("a restore", sequence)
     }
 
-    /// Fills an empty sequence with the bytes of pages.
+    /// Fills an empty sequence with the bytes of pages, for which there is room.
     fn fill(&mut self, sequence: usize, held: &SequencePages, bytes: &[u8]) -> Result<(), Error> {
         let size = self.layout.page_bytes();
         let layers = || bytes.chunks_exact((held.count() * size).max(1));
         layers().try_for_each(|bytes| held.check(bytes.chunks_exact(size)))?;
-        self.pages.check_room(held.count())?;
         let taken = (0..held.count())
             .map(|_| self.pages.take())
             .collect::<Result<Vec<u32>, _>>()?;

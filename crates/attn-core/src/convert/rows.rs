@@ -68,13 +68,13 @@ impl RowFormat {
         Ok(scheme)
     }
 
-    /// Size of one row in bytes.
+    /// Size of one row in bytes; of a head_dim that no page has it may saturate.
     #[must_use]
     pub fn row_bytes(self, head_dim: usize) -> usize {
         match self {
-            RowFormat::Plain(scheme) => head_dim * scheme.code_bits() / 8,
+            RowFormat::Plain(scheme) => head_dim.saturating_mul(scheme.code_bits()) / 8,
             RowFormat::FbgemmInt4(groups) => 4 * groups as usize + head_dim / 2,
-            RowFormat::Q8_0 => head_dim / GROUP * (2 + GROUP),
+            RowFormat::Q8_0 => (head_dim / GROUP).saturating_mul(2 + GROUP),
             RowFormat::Q4_0 => head_dim / GROUP * (2 + GROUP / 2),
         }
     }

@@ -93,6 +93,15 @@ impl Case {
         problem.alibi_slopes = Some(vec![0.01, 0.0, -0.02, 0.3, 0.5, 0.001]);
         problem.sinks = Some(vec![0.5, -2.0, 6.0, 0.0, 3.0, -1e6]);
         all.push(masked);
+        // Sequences of no token, and queries before the first one: sinks are all that their rows have.
+        let mut unseen = Case::new(
+            ("rows that see nothing", "int8"),
+            &[1100, 0, 2],
+            &[1, 2, 5],
+            &[1024],
+        );
+        unseen.problem.sinks = Some(vec![0.5, -2.0, 6.0, 0.0, 3.0, -1e6]);
+        all.push(unseen);
         let mut not_causal = Case::new(("not causal", "int4"), &[1050, 900], &[5, 2], &[1024]);
         not_causal.problem.causal = false;
         all.push(not_causal);
@@ -143,7 +152,7 @@ impl Case {
         for (b, (len, q_len)) in lens.enumerate() {
             let [k, v] = [0, 1].map(|side| noise(10 + 2 * b as u64 + side, len * row));
             let all = tokens(*len);
-            let old = all.start..all.end.min(len - q_len).max(all.start);
+            let old = all.start..all.end.min(len.saturating_sub(*q_len)).max(all.start);
             for part in [old.clone(), old.end..all.end] {
                 let of = part.start * row..part.end * row;
                 cache.append(b, &k[of.clone()], &v[of])?;

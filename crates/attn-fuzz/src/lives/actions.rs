@@ -162,7 +162,8 @@ impl Life<'_> {
             self.config.page_size,
             self.cache.table(),
         );
-        let [home, kept] = pages::page_counts(self.config.format, size, len + writes.len());
+        let [home, _] = pages::page_counts(self.config.format, size, len + writes.len());
+        let kept = table.residual_pages[s].len();
         for (i, write) in writes.iter().enumerate() {
             let (at, page) = (len + i, (len + i) / size);
             let residual = (page + kept).checked_sub(home);
@@ -240,7 +241,7 @@ impl Life<'_> {
         let source = &self.sequences[from];
         let fits_pages = given.bytes.len() == source.bytes.len() && given.tokens == source.tokens;
         let [home, kept] =
-            pages::page_counts(self.config.format, self.config.page_size, given.tokens);
+            pages::saved_counts(self.config.format, self.config.page_size, given.tokens);
         let room = home.saturating_add(kept) <= self.cache.free_pages();
         let empty = self.sequences.get(to).is_some_and(|s| s.tokens == 0);
         let done = self.cache.restore_pages(to, given.tokens, &given.bytes);
@@ -259,6 +260,7 @@ impl Life<'_> {
         if done.is_err() {
             return Ok(Done::Refused);
         }
+        given.first_residual = home - (given.bytes.len() - home);
         let back = self.cache.read_back(to).map_err(|e| e.to_string())?;
         if whole && fits_pages {
             self.sequences[to] = given;
@@ -268,6 +270,7 @@ impl Life<'_> {
                 bytes: back,
                 floats: None,
                 tokens: given.tokens,
+                first_residual: given.first_residual,
             };
         }
         Ok(Done::Changed)

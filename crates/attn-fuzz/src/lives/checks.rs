@@ -77,7 +77,7 @@ impl Life<'_> {
     /// Free and owned pages are the pool; each sequence has as many pages as its length says, and each page one place, which only sequences
     /// that share the home page there may share.
     pub(super) fn check_page_table(&self) -> Result<(), String> {
-        let (table, size) = (self.cache.table(), self.config.page_size);
+        let table = self.cache.table();
         let free = self.free().len();
         hold!(
             free == self.cache.free_pages(),
@@ -87,7 +87,7 @@ impl Life<'_> {
         // The index of the home page, and whether the page has its residuals.
         let mut places = HashMap::new();
         for (s, sequence) in self.sequences.iter().enumerate() {
-            let [home, kept] = pages::page_counts(self.config.format, size, sequence.tokens);
+            let [home, kept] = self.held_counts(s);
             let (own, residuals) = (&table.pages[s], &table.residual_pages[s]);
             hold!(
                 table.lens[s] == sequence.tokens && own.len() == home && residuals.len() == kept,
@@ -193,7 +193,7 @@ fn check_error(config: &CacheConfig, side: &Side, x: &[f32]) -> Result<(), Strin
     let largest = |row: &[f64]| row.iter().fold(0.0, |a: f64, x| a.max(x.abs()));
     let most: Vec<f64> = rows.chunks_exact(dim).map(largest).collect();
     let tokens = x.len() / dim / config.num_kv_heads;
-    let [home, kept] = pages::page_counts(config.format, config.page_size, tokens);
+    let [home, kept] = pages::saved_counts(config.format, config.page_size, tokens);
     // Tokens from here on have residuals.
     let first = (home - kept) * config.page_size * dim * config.num_kv_heads;
     let readings: [(&Numbers, usize); 2] = [(&side.coarse, 0), (&side.fine, first)];
