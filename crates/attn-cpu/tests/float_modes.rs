@@ -75,7 +75,7 @@ fn noise(seed: usize, count: usize, size: f32) -> Vec<f32> {
 
 /// The bytes of a cache, the outputs and log-sum-exps of a step, and those of the same step by spans, all computed on `backend`.
 fn results(backend: &dyn DecodeAttention, format: KvFormat, other: Option<u64>) -> [Vec<u8>; 2] {
-    let in_modes = |call: &mut dyn FnMut()| match other {
+    let as_called = |call: &mut dyn FnMut()| match other {
         None => call(),
         Some(other) => in_modes(other, call),
     };
@@ -94,7 +94,7 @@ fn results(backend: &dyn DecodeAttention, format: KvFormat, other: Option<u64>) 
             noise(2 * b, len * row, 1.0),
             noise(2 * b + 1, len * row, 1e-36),
         );
-        in_modes(&mut || cache.append(b, &k, &v).unwrap());
+        as_called(&mut || cache.append(b, &k, &v).unwrap());
     }
     let mut bytes = Vec::new();
     for b in 0..lens.len() {
@@ -109,16 +109,21 @@ fn results(backend: &dyn DecodeAttention, format: KvFormat, other: Option<u64>) 
     let mut step = DecodeStep::new(&plan, &q, KvSource::Cache(&cache), &mut out)
         .and_then(|step| step.with_lse(&mut lse))
         .unwrap();
-    in_modes(&mut || backend.decode(&mut step).unwrap());
+    as_called(&mut || backend.decode(&mut step).unwrap());
     let spans = SpansStep::new(&plan, &q, KvSource::Cache(&cache)).unwrap();
     let mut states = Vec::new();
-    in_modes(&mut || states.push(backend.attend_spans(&spans).unwrap()));
+    as_called(&mut || states.push(backend.attend_spans(&spans).unwrap()));
     let [_, v_scales] = [&config.k_tensor_scales, &config.v_tensor_scales];
     let (mut merged, mut merged_lse) = (vec![f32::NAN; q.len()], vec![f32::NAN; problem.rows()]);
-    in_modes(&mut || {
+    // The merge of shards, in attn-core, flushes as the arithmetic does whatever the modes are; it rounds as its thread does.
+    let mut finish = || {
         let outputs = (&mut merged[..], &mut merged_lse[..]);
         SpanStates::finish(&states, &problem, format, v_scales, outputs).unwrap();
-    });
+    };
+    match other {
+        None => finish(),
+        Some(_) => in_modes(OTHERS[0], finish),
+    }
     assert!(
         merged
             .iter()
