@@ -196,11 +196,11 @@ fn six_spans_of_one_sequence_have_the_references_bits() {
 
 #[test]
 fn a_prompt_of_one_split_that_ends_in_its_second_span_has_the_references_bits() {
-    // More query tokens than are cut into spans, so that one split merges its spans: the second is of one segment, and not the first of the sequence.
+    // As many query tokens and heads as are not cut into spans, so that one split merges its spans: the second is of one segment, and not the first.
     for (len, q_len) in [(1100, 20), (1280, 33)] {
         let heads = Heads {
-            q: 1,
-            kv: 1,
+            q: 4,
+            kv: 4,
             dim: 64,
         };
         let problem = Problem::new(heads, vec![len]).q_len(q_len);
