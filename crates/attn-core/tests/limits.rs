@@ -156,7 +156,7 @@ fn a_shard_that_is_refused_looks_at_no_query() {
         let found = matches!(
             error,
             Error::Parameter {
-                what: "tokens of a shard",
+                what: "the length of a shard",
                 ..
             }
         );

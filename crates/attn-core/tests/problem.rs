@@ -37,7 +37,7 @@ fn a_shard_but_the_last_ends_with_a_span() {
     for len in [1, 64, 960, 1088, 1280, 2047] {
         shard(len, 0).check_shards().unwrap();
         let error = shard(len, 5).check_shards().unwrap_err();
-        let found = matches!(&error, Error::Parameter { what: "tokens of a shard", given, .. } if *given == len.to_string());
+        let found = matches!(&error, Error::Parameter { what: "the length of a shard", given, .. } if *given == len.to_string());
         assert!(found, "{error}");
     }
 }
