@@ -147,7 +147,7 @@ typedef struct attn_cache_config {
   size_t page_size;
   // Formats that keep the newest tokens finer, such as int4: the most query tokens that a step has of one sequence; 0: 64.
   size_t max_q_len;
-  // fp8 and int8-tensor: a static scale for each KV head of the first layer, then of the next; or NULL for 1.
+  // fp8 and int8-tensor: a static scale for each KV head of the first layer, then of the next; NULL for other formats.
   const float *k_scales;
   // As k_scales, for V.
   const float *v_scales;

@@ -36,7 +36,7 @@ pub struct CacheConfig {
     pub page_size: usize,
     /// Formats that keep the newest tokens finer, such as int4: the most query tokens that a step has of one sequence; 0: 64.
     pub max_q_len: usize,
-    /// fp8 and int8-tensor: a static scale for each KV head of the first layer, then of the next; or NULL for 1.
+    /// fp8 and int8-tensor: a static scale for each KV head of the first layer, then of the next; NULL for other formats.
     pub k_scales: *const f32,
     /// As `k_scales`, for V.
     pub v_scales: *const f32,
@@ -124,7 +124,6 @@ unsafe fn describe(given: &CacheConfig) -> Result<Description, Failure> {
     if given.max_q_len > 0 {
         builder = builder.max_q_len(given.max_q_len);
     }
-    let ones = builder.clone().build();
     let scales = layers.saturating_mul(given.kv_heads);
     // SAFETY: this function's contract.
     let [k, v] = unsafe {
@@ -133,9 +132,18 @@ unsafe fn describe(given: &CacheConfig) -> Result<Description, Failure> {
             optional("v_scales", given.v_scales, scales)?,
         ]
     };
-    let or = |given: Option<&[f32]>, ones: Vec<f32>| given.map_or(ones, <[f32]>::to_vec);
-    let scaled = builder.tensor_scales(or(k, ones.k_tensor_scales), or(v, ones.v_tensor_scales));
-    Ok(scaled.build())
+    let of = |name: &str, given: Option<&[f32]>, is_static: bool| match given {
+        None if is_static => Err(Failure::new(
+            Status::Parameter,
+            format!(
+                "{name} is NULL; {format} stores numbers as multiples of static scales: pass one for each layer and KV head, such as the largest magnitude to come / 448 for fp8, / 127 for int8-tensor"
+            ),
+        )),
+        given => Ok(given.map(<[f32]>::to_vec).unwrap_or_default()),
+    };
+    let k = of("k_scales", k, format.k.has_tensor_scale())?;
+    let v = of("v_scales", v, format.v.has_tensor_scale())?;
+    Ok(builder.tensor_scales(k, v).build())
 }
 
 /// Creates an empty cache in a device's memory.

@@ -189,6 +189,32 @@ fn scales_are_those_of_each_layer() {
 }
 
 #[test]
+fn static_formats_ask_for_their_scales() {
+    let ones = [1.0; HEADS];
+    let handles = Handles::new();
+    for (format, k, missing) in [
+        (c"fp8", ptr::null(), "k_scales is NULL; fp8 stores"),
+        (c"fp8", ones.as_ptr(), "v_scales is NULL; fp8 stores"),
+        (
+            c"int8/int8-tensor",
+            ptr::null(),
+            "v_scales is NULL; int8/int8-tensor stores",
+        ),
+    ] {
+        let without = CacheConfig {
+            format: format.as_ptr(),
+            k_scales: k,
+            ..config()
+        };
+        let mut cache = ptr::null_mut();
+        // SAFETY: the arguments are this function's own.
+        let status = unsafe { attn_cache_create(handles.device, &without, &mut cache) };
+        refused(status, Status::Parameter, missing);
+        assert!(cache.is_null());
+    }
+}
+
+#[test]
 fn a_window_keeps_its_bits_when_the_tokens_before_it_are_dropped() {
     let wide = CacheConfig {
         max_tokens: 512,

@@ -102,13 +102,16 @@ impl CacheOptions {
         if let Some(pages) = self.pages {
             builder = builder.pages(pages);
         }
-        let ones = builder.clone().build();
-        let scales = |given: Option<Vec<f32>>, ones| given.unwrap_or(ones);
-        let config = builder.tensor_scales(
-            scales(self.k_scales, ones.k_tensor_scales),
-            scales(self.v_scales, ones.v_tensor_scales),
-        );
-        Ok(config.build())
+        let scales = |given: Option<Vec<f32>>, is_static: bool| match given {
+            None if is_static => Err(errors::parameter(format!(
+                "scales are missing: {format} stores numbers as multiples of static scales, so k_scales and v_scales give one for each KV head of K and of V \
+                 that is static: the largest magnitude to come, divided by 448 for fp8 and by 127 for int8-tensor"
+            ))),
+            given => Ok(given.unwrap_or_default()),
+        };
+        let k = scales(self.k_scales, format.k.has_tensor_scale())?;
+        let v = scales(self.v_scales, format.v.has_tensor_scale())?;
+        Ok(builder.tensor_scales(k, v).build())
     }
 }
 

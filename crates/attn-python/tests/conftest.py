@@ -22,6 +22,11 @@ def rows(rng: numpy.random.Generator, *shape: int) -> numpy.ndarray:
     return rng.standard_normal(shape, "float32")
 
 
+def static_scales(format: str, heads: int) -> dict:
+    """Scales of 1 for a format that needs static ones."""
+    return dict(k_scales=[1.0] * heads, v_scales=[1.0] * heads) if format in ("fp8", "int8-tensor") else {}
+
+
 def expected(q: numpy.ndarray, k: numpy.ndarray, v: numpy.ndarray, **options) -> tuple:
     """Attention in float64: q `[query tokens, heads, dim]`, k and v `[tokens, KV heads, dim]`; results and log-sum-exps."""
     tokens, kv_heads, dim = k.shape

@@ -3,7 +3,7 @@
 import attn
 import numpy
 import pytest
-from conftest import require
+from conftest import require, static_scales
 
 try:
     import torch
@@ -32,6 +32,7 @@ def same(a, b):
 
 def pair(format, **options):
     options = dict(dict(heads=2, dim=128, max_tokens=1024, sequences=4, max_q_len=200), **options)
+    options.update(static_scales(format, options["heads"]))
     return attn.Cache(format, device="cuda", **options), attn.Cache(format, device="cpu", **options)
 
 

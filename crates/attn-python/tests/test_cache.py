@@ -14,13 +14,13 @@ import threading
 import attn
 import numpy
 import pytest
-from conftest import expected, rows
+from conftest import expected, rows, static_scales
 
 FORMATS = ["int8", "int4", "int8/int4", "int4-g1", "bf16", "f16", "fp8"]
 
 
 def filled(rng, format="int8", tokens=200, heads=2, dim=64, **options):
-    cache = attn.Cache(format, heads=heads, dim=dim, max_tokens=1024, device="cpu", **options)
+    cache = attn.Cache(format, heads=heads, dim=dim, max_tokens=1024, device="cpu", **static_scales(format, heads), **options)
     cache.append(rows(rng, tokens, heads, dim), rows(rng, tokens, heads, dim))
     return cache
 
@@ -265,7 +265,7 @@ def test_a_sequence_leaves_its_cache_and_comes_back(rng):
     assert (cache.attend(q) == before).all()
     # fp8 and int8-tensor pages have the same size; an image says what it is.
     fp8 = filled(rng, "fp8").save()
-    other = attn.Cache("int8-tensor", heads=2, dim=64, max_tokens=1024, device="cpu")
+    other = attn.Cache("int8-tensor", heads=2, dim=64, max_tokens=1024, device="cpu", **static_scales("int8-tensor", 2))
     with pytest.raises(attn.ShapeError, match="format is fp8 in the image"):
         other.restore(0, fp8)
     assert other.lens == [0]
@@ -401,8 +401,12 @@ def test_refusals_change_nothing(rng, error, call):
         (attn.ParameterError, dict(pages=1 << 40)),
         (attn.ParameterError, dict(device="cpu:1")),
         (attn.ParameterError, dict(device="gpu")),
-        (attn.ShapeError, dict(format="fp8", k_scales=[1.0] * 3)),
-        (attn.ParameterError, dict(format="fp8", k_scales=[-1.0] * 2)),
+        (attn.ShapeError, dict(format="fp8", k_scales=[1.0] * 3, v_scales=[1.0] * 2)),
+        (attn.ParameterError, dict(format="fp8", k_scales=[-1.0] * 2, v_scales=[1.0] * 2)),
+        # No scale is right for all models.
+        (attn.ParameterError, dict(format="fp8")),
+        (attn.ParameterError, dict(format="int8-tensor", k_scales=[1.0] * 2)),
+        (attn.ParameterError, dict(format="int8/fp8", k_scales=[1.0] * 2)),
         (attn.UnsupportedError, dict(device="cuda:99")),
     ],
 )

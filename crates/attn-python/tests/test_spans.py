@@ -3,7 +3,7 @@
 import attn
 import numpy
 import pytest
-from conftest import rows
+from conftest import rows, static_scales
 
 SCALES = dict(k_scales=[0.05, 0.02], v_scales=[0.02, 0.05])
 
@@ -95,7 +95,7 @@ def test_what_is_no_shard_is_refused(rng):
         with pytest.raises(error) as refusal:
             call()
         assert len(str(refusal.value)) > 20
-    # Static scales are ones where none are given, as the cache's are.
-    fp8 = attn.Cache("fp8", heads=2, dim=64, max_tokens=64, device="cpu")
+    # Static scales are ones where none are given.
+    fp8 = attn.Cache("fp8", heads=2, dim=64, max_tokens=64, device="cpu", **static_scales("fp8", 2))
     fp8.append(rows(rng, 9, 2, 64), rows(rng, 9, 2, 64))
     assert (attn.merge_spans("fp8", *fp8.attend_spans(q), kv_heads=2)[0] == fp8.attend(q)).all()

@@ -85,7 +85,8 @@ class Cache:
         pages: pages of the pool, in place of enough for `max_tokens` of every sequence.
         page_size: tokens of a page: 16, 32, 64 or 128.
         max_q_len: most query tokens of a sequence in a step, for formats with a window (`"int4"`, `"int8/int4"`); others take any number.
-        k_scales, v_scales: static scales, one for each head, or for each layer and head, for `"fp8"` and `"int8-tensor"`.
+        k_scales, v_scales: static scales, one for each head, or for each layer and head, which `"fp8"` and `"int8-tensor"` need: the largest magnitude to
+            come, divided by 448 or by 127. Larger numbers saturate.
 
     `copy.copy` and `copy.deepcopy` give a cache of its own with the same sequences. A cache can be neither pickled nor used in a process that was forked
     from the one that made it: start that one with multiprocessing's "spawn", and send sequences by `save`.
