@@ -26,6 +26,8 @@ import transformers
 BEGUN = time.perf_counter()
 # Steps before those that count, at most.
 WARM = 10
+# transformers 5.24 has renamed the argument.
+PAST = "cache" if tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 24) else "past_key_values"
 OURS = ["int8", "int8/int4", "int4"]
 DEVICE = "cuda"
 
@@ -134,7 +136,7 @@ def step_ms(model: Any, cache: Any, batch: int, context: int, steps: int, second
             position = torch.full((batch, 1), context + i, device=DEVICE)
             synchronize()
             start = time.perf_counter()
-            model(ids, past_key_values=cache, position_ids=position, logits_to_keep=1)
+            model(ids, **{PAST: cache}, position_ids=position, logits_to_keep=1)
             synchronize()
             now = time.perf_counter()
             is_warm = warm >= WARM or (warm >= 2 and now - begun > seconds / 3)

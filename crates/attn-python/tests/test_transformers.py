@@ -1,109 +1,17 @@
 """Hugging Face models on a quantized cache: models with random weights, on the CPU and, where there is one, on the GPU."""
 
-import copy
 import os
 
 import attn
 import pytest
 from conftest import require
+from tiny_models import COMMON, KINDS, REASON, config_of, device, generate, given, has_torch, padded, pair, prompt
 
-try:
+if REASON is None:
     import torch
     import transformers
-    from transformers import AutoModelForCausalLM, DynamicCache
-
-    REASON = None
-except ImportError as error:
-    torch, REASON = None, str(error)
-else:
     from attn.transformers import QuantizedCache
-
-    DEVICES = ["cpu", "cuda"]
-
-
-@pytest.fixture(autouse=True)
-def has_torch():
-    if REASON is not None:
-        require("torch", REASON)
-
-
-@pytest.fixture(params=["cpu", "cuda"])
-def device(request):
-    if request.param == "cuda" and (torch is None or not torch.cuda.is_available()):
-        require("cuda", "torch sees no CUDA device")
-    return request.param
-
-
-COMMON = dict(
-    vocab_size=300,
-    hidden_size=256,
-    intermediate_size=256,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=2048,
-)
-
-
-def config_of(kind, **changes):
-    if kind == "llama":
-        return transformers.LlamaConfig(**{**COMMON, **changes})
-    if kind == "qwen3":
-        return transformers.Qwen3Config(**{**COMMON, "head_dim": 128, **changes})
-    if kind == "mistral":
-        # A window in every layer.
-        return transformers.MistralConfig(**{**COMMON, "sliding_window": 24, **changes})
-    if kind == "gemma2":
-        return transformers.Gemma2Config(
-            **{**COMMON, "head_dim": 64, "query_pre_attn_scalar": 64, "sliding_window": 24, "attn_logit_softcapping": 2.0, **changes}
-        )
-    if kind == "gemma3":
-        layers = ["sliding_attention", "full_attention"]
-        return transformers.Gemma3TextConfig(**{**COMMON, "head_dim": 64, "query_pre_attn_scalar": 64, "sliding_window": 24, "layer_types": layers, **changes})
-    layers = ["sliding_attention", "full_attention"]
-    # All experts take part: a router that chooses turns a rounding into another expert.
-    return transformers.GptOssConfig(
-        **{**COMMON, "head_dim": 64, "num_local_experts": 2, "num_experts_per_tok": 2, "sliding_window": 24, "layer_types": layers, **changes}
-    )
-
-
-KINDS = ["llama", "qwen3", "mistral", "gemma2", "gemma3", "gpt-oss"]
-
-
-def pair(kind, device="cpu", **changes):
-    """The same weights under transformers' own attention and under ours."""
-    torch.manual_seed(7)
-    config = config_of(kind, **changes)
-    # A model writes its attention into its configuration.
-    own = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation="eager").eval()
-    with torch.no_grad():
-        for name, weight in own.named_parameters():
-            # Scores that differ, and sinks that take their share.
-            if "sinks" in name:
-                weight.uniform_(-1, 3)
-            elif "q_proj" in name or "k_proj" in name:
-                weight.mul_(4)
-    ours = AutoModelForCausalLM.from_config(config, attn_implementation="attn").eval()
-    ours.load_state_dict(own.state_dict())
-    return config, own.to(device), ours.to(device)
-
-
-def prompt(*shape, device="cpu", seed=3):
-    return torch.randint(1, 300, shape, generator=torch.Generator().manual_seed(seed)).to(device)
-
-
-def padded(prompts):
-    """Prompts in one batch, padded on the left, and their mask."""
-    longest = max(len(p) for p in prompts)
-    ids = torch.stack([torch.cat([torch.zeros(longest - len(p), dtype=p.dtype, device=p.device), p]) for p in prompts])
-    mask = torch.stack([torch.cat([torch.zeros(longest - len(p)), torch.ones(len(p))]) for p in prompts]).long()
-    return ids, mask.to(ids.device)
-
-
-def generate(model, cache, ids, mask=None, **options):
-    options = dict(dict(max_new_tokens=12, do_sample=False, pad_token_id=0, eos_token_id=None), **options)
-    with torch.no_grad():
-        return model.generate(ids, attention_mask=torch.ones_like(ids) if mask is None else mask, past_key_values=cache, **options)
+    from transformers import AutoModelForCausalLM, DynamicCache
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -114,13 +22,13 @@ def test_logits_are_those_of_the_models_own_attention(kind, device):
     with torch.no_grad():
         theirs, wanted = DynamicCache(config=config), []
         for piece in (ids[:, :40], ids[:, 40:41], ids[:, 41:46], ids[:, 46:]):
-            wanted.append(own(piece, past_key_values=theirs).logits)
+            wanted.append(own(piece, **given(theirs)).logits)
         wanted = torch.cat(wanted, 1)
         spread = wanted.std().item()
         for format, arithmetic, bound in (("f16", "exact", 5e-3), ("int8", "exact", 0.15), ("int8", "fast", 0.15)):
             cache, found = QuantizedCache(config, format, arithmetic=arithmetic), []
             for piece in (ids[:, :40], ids[:, 40:41], ids[:, 41:46], ids[:, 46:]):
-                found.append(ours(piece, past_key_values=cache).logits)
+                found.append(ours(piece, **given(cache)).logits)
             error = (torch.cat(found, 1) - wanted).abs().max().item() / spread
             assert error < bound, (format, arithmetic, error)
             assert cache.get_seq_length() == 70
@@ -132,8 +40,8 @@ def test_without_our_cache_it_computes_what_eager_does(kind):
     ids, mask = padded([prompt(30), prompt(11)])
     with torch.no_grad():
         for cache in (None, DynamicCache(config=config)):
-            wanted = own(ids, attention_mask=mask, past_key_values=None if cache is None else DynamicCache(config=config)).logits
-            found = ours(ids, attention_mask=mask, past_key_values=cache).logits
+            wanted = own(ids, attention_mask=mask, **given(None if cache is None else DynamicCache(config=config))).logits
+            found = ours(ids, attention_mask=mask, **given(cache)).logits
             assert ((found - wanted)[mask.bool()].abs().max() / wanted.std()) < 1e-3
 
 
@@ -145,10 +53,10 @@ def test_padded_rows_are_what_they_are_alone(device):
         cache = QuantizedCache(config)
         # As `generate` counts them: a row's first token is at 0.
         positions = (mask.cumsum(-1) - 1).clamp(min=0)
-        batch = ours(ids, attention_mask=mask, position_ids=positions, past_key_values=cache).logits
+        batch = ours(ids, attention_mask=mask, position_ids=positions, **given(cache)).logits
         assert cache.get_seq_length() == 40 and sorted(cache.layers[0].cache.lens) == [7, 23, 40]
         for row, p in enumerate(prompts):
-            alone = ours(p[None], past_key_values=QuantizedCache(config)).logits[0]
+            alone = ours(p[None], **given(QuantizedCache(config))).logits[0]
             # The rest is torch's products, whose bits depend on the batch.
             assert (batch[row, -len(p) :] - alone).abs().max() < 1e-3 * alone.std()
 
@@ -165,7 +73,7 @@ def test_the_same_tokens_alone_in_a_batch_in_pieces_and_with_drafts(kind, format
     cache = QuantizedCache(config, format)
     with torch.no_grad():
         for piece in prompts[0][:-1].split(13):
-            ours(piece[None], past_key_values=cache)
+            ours(piece[None], **given(cache))
     assert torch.equal(generate(ours, cache, prompts[0][None])[0, 45:], alone[0])
 
 
@@ -191,7 +99,7 @@ def test_pools_grow_and_end(device):
     assert fixed.nbytes < 2 * 900 * 2 * 2 * 64 * 2
     small = QuantizedCache(config, max_tokens=64)
     with pytest.raises(attn.CacheFullError), torch.no_grad():
-        ours(p, past_key_values=small)
+        ours(p, **given(small))
 
 
 def test_beams_are_those_of_a_16_bit_cache(device):
@@ -208,21 +116,21 @@ def test_rows_are_chosen_repeated_and_reset():
     ids = prompt(2, 20)
     with torch.no_grad():
         cache = QuantizedCache(config)
-        ours(ids, past_key_values=cache)
+        ours(ids, **given(cache))
         cache.batch_repeat_interleave(3)
-        more = ours(prompt(6, 1), past_key_values=cache).logits
+        more = ours(prompt(6, 1), **given(cache)).logits
         cache.batch_select_indices(torch.tensor([4, 1]))
         assert cache.batch_size == 2
         for row, (of, token) in enumerate(((1, 4), (0, 1))):
             fresh = QuantizedCache(config)
-            ours(ids[of : of + 1], past_key_values=fresh)
-            one = ours(prompt(6, 1)[token : token + 1], past_key_values=fresh).logits
+            ours(ids[of : of + 1], **given(fresh))
+            one = ours(prompt(6, 1)[token : token + 1], **given(fresh)).logits
             assert (more[token] - one[0]).abs().max() < 1e-3
             layer, other = cache.layers[1], fresh.layers[1]
             assert layer.cache.save(layer.slots[row]) == other.cache.save(other.slots[0])
         cache.reset()
         assert cache.get_seq_length() == 0 and cache.layers[0].stats().tokens == 0
-        ours(ids[:1], past_key_values=cache)
+        ours(ids[:1], **given(cache))
         assert cache.get_seq_length() == 20
 
 
@@ -236,8 +144,8 @@ def test_a_sliding_layer_holds_its_window_however_long_the_run(kind, device):
     with torch.no_grad():
         for start, end in ((0, 690), (690, 691), (691, 697), (697, 698), (698, 700)):
             piece = dict(attention_mask=mask[:, :end], position_ids=positions[:, start:end])
-            found.append(ours(ids[:, start:end], past_key_values=cache, **piece).logits)
-            wanted.append(own(ids[:, start:end], past_key_values=theirs, **piece).logits)
+            found.append(ours(ids[:, start:end], **given(cache), **piece).logits)
+            wanted.append(own(ids[:, start:end], **given(theirs), **piece).logits)
     found, wanted = torch.cat(found, 1), torch.cat(wanted, 1)
     assert (found - wanted)[mask.bool()].abs().max() < 5e-3 * wanted.std()
     layer = cache.layers[0]
@@ -263,7 +171,7 @@ def test_rows_of_a_sliding_layer_are_what_they_are_alone(format, device):
     cache = QuantizedCache(config, format)
     with torch.no_grad():
         for piece in prompts[0][:-1].split(130):
-            ours(piece[None], past_key_values=cache)
+            ours(piece[None], **given(cache))
     assert torch.equal(generate(ours, cache, prompts[0][None], max_new_tokens=80)[0, 500:], alone[0])
 
 
@@ -272,7 +180,7 @@ def test_tokens_are_taken_back_from_a_sliding_layer_or_it_says_why_not():
     p = prompt(1, 400)
     with torch.no_grad():
         cache, straight = QuantizedCache(config), QuantizedCache(config)
-        ours(p[:, :384], past_key_values=cache)
+        ours(p[:, :384], **given(cache))
         # Of tokens 0 to 232, three tiles; what sees token 191 is not taken back.
         assert cache.layers[0].cache.first_tokens == [192]
         with pytest.raises(attn.ShapeError, match="cannot be taken back"):
@@ -281,9 +189,9 @@ def test_tokens_are_taken_back_from_a_sliding_layer_or_it_says_why_not():
         cache.crop(0)
         cache.crop(-128)
         assert cache.get_seq_length() == 256
-        last = ours(p[:, 256:], past_key_values=cache).logits
-        ours(p[:, :256], past_key_values=straight)
-        assert torch.equal(ours(p[:, 256:], past_key_values=straight).logits, last)
+        last = ours(p[:, 256:], **given(cache)).logits
+        ours(p[:, :256], **given(straight))
+        assert torch.equal(ours(p[:, 256:], **given(straight)).logits, last)
         with pytest.raises(attn.UnsupportedError, match="more rows"):
             cache.batch_repeat_interleave(2)
 
@@ -295,21 +203,21 @@ def test_what_cannot_be_right_is_refused():
     with pytest.raises(attn.ParameterError, match='arithmetic is None; allowed: "exact", "fast"'):
         QuantizedCache(config, arithmetic=None)
     with pytest.raises(attn.UnsupportedError, match='attn_implementation="attn"'), torch.no_grad():
-        own(ids, past_key_values=eager)
+        own(ids, **given(eager))
     for mask in (torch.tensor([[1] * 10, [1] * 6 + [0] * 4]), torch.tensor([[1] * 10, [0, 1, 0] + [1] * 7])):
         with pytest.raises(attn.UnsupportedError, match="left"), torch.no_grad():
-            ours(ids, attention_mask=mask, past_key_values=QuantizedCache(config))
+            ours(ids, attention_mask=mask, **given(QuantizedCache(config)))
     with pytest.raises(attn.UnsupportedError, match="mask of its own"), torch.no_grad():
-        ours(ids, attention_mask=torch.ones(2, 1, 10, 10, dtype=torch.bool), past_key_values=QuantizedCache(config))
+        ours(ids, attention_mask=torch.ones(2, 1, 10, 10, dtype=torch.bool), **given(QuantizedCache(config)))
     with pytest.raises(attn.UnsupportedError, match="no_grad"):
-        ours(ids, past_key_values=QuantizedCache(config))
+        ours(ids, **given(QuantizedCache(config)))
     cache = QuantizedCache(config)
     with torch.no_grad():
-        ours(ids, past_key_values=cache)
+        ours(ids, **given(cache))
         with pytest.raises(attn.ShapeError, match="rows"):
-            ours(ids[:1], past_key_values=cache)
+            ours(ids[:1], **given(cache))
         with pytest.raises(attn.ShapeError, match="the cache has"):
-            ours(ids, attention_mask=torch.ones(2, 15), past_key_values=cache)
+            ours(ids, attention_mask=torch.ones(2, 15), **given(cache))
     for make in (
         lambda: QuantizedCache(config, "int5"),
         lambda: QuantizedCache(config, max_tokens=0),
@@ -338,7 +246,7 @@ def test_a_real_model_says_the_same_in_a_batch_and_in_pieces():
         assert torch.equal(ids, generate(model, QuantizedCache(model.config), inputs.input_ids, max_new_tokens=16))
         rows.append(ids[0])
         with torch.no_grad():
-            alone.append(model(ids, past_key_values=QuantizedCache(model.config)).logits[0])
+            alone.append(model(ids, **given(QuantizedCache(model.config))).logits[0])
     assert "Paris" in tokenizer.decode(rows[0]) and "five" in tokenizer.decode(rows[2])
     # torch's products have other bits in a batch, which moves codes that lie on an edge: logits are near, and not equal.
     ids, mask = padded(rows)
@@ -347,7 +255,7 @@ def test_a_real_model_says_the_same_in_a_batch_and_in_pieces():
         cache, pieces = QuantizedCache(model.config), []
         for start, end in ((0, 9), (9, 10), (10, ids.shape[1])):
             part = slice(start, end)
-            pieces.append(model(ids[:, part], attention_mask=mask[:, :end], position_ids=positions[:, part], past_key_values=cache).logits)
+            pieces.append(model(ids[:, part], attention_mask=mask[:, :end], position_ids=positions[:, part], **given(cache)).logits)
         batch = torch.cat(pieces, 1)
     for row, logits in enumerate(alone):
         found = batch[row, -len(logits) :]

@@ -1,0 +1,31 @@
+"""A quantized cache under Hugging Face models, transformers 5.
+
+    from attn.transformers import QuantizedCache
+    model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="attn")
+    model.generate(**inputs, cache=QuantizedCache(model.config, format="int8"))
+
+Before transformers 5.24, `cache=` is `past_key_values=`. Importing this module registers the attention implementation `"attn"`. Layers of full and of
+sliding attention keep K and V in pages of this library and attend over them: prompts, decoding, verified drafts, batches padded on the left. A sliding
+layer drops the pages that its window has left. Other layers keep transformers' own caches in the model's precision, and are attended by torch. With
+another cache, or none, `"attn"` computes what `"sdpa"` does.
+
+Each layer has an `attn.Cache` of its own, not one of several layers: transformers runs a layer over a whole prompt, which formats with a window take in
+pieces, each appended and attended before the next, and a cache of several layers counts a step's tokens once for all of them.
+
+A forward pass is one step for all layers: a pass that fails leaves the cache as it was. Refused with a sentence, never computed wrongly: masks other
+than causal ones with padding on the left, K and V of different dims, models that do not attend each layer once a pass over the K and V that they gave
+its cache, models that share K and V between layers, gradients, and a `QuantizedCache` under another attention implementation.
+"""
+
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface
+
+from ._attention import attention
+from ._cache import QuantizedCache
+from ._layer import QuantizedLayer
+from ._mask import make_mask
+
+__all__ = ["QuantizedCache", "QuantizedLayer"]
+
+AttentionInterface.register("attn", attention)
+AttentionMaskInterface.register("attn", make_mask)

@@ -1,0 +1,303 @@
+"""K and V of one layer of full or sliding attention, in pages of this library."""
+
+from __future__ import annotations
+
+from typing import Any, Dict, List, Optional, Tuple
+
+import torch
+from transformers.cache_utils import CacheLayerMixin
+
+from .._cache import Cache, CacheStats
+from .._errors import CacheFullError, ShapeError, UnsupportedError
+from ._mask import PaddedRows
+
+# Query tokens of a piece: in formats whose newest tokens have residuals, those of one append can be queries at once, and be taken back; in sliding
+# layers, a piece is what the pool holds beside a window.
+_PIECE = 256
+# Tokens that are dropped together at the least.
+_TILE = 64
+# Tokens that can be taken back from a sliding layer, as rejected drafts are: their windows are held, too.
+_TAKEN_BACK = 128
+# Tokens that a pool without `max_tokens` begins with room for.
+_FIRST_TOKENS = 512
+
+
+class QuantizedLayer(CacheLayerMixin):
+    """K and V of one layer of full or sliding attention; it belongs to a `QuantizedCache`, which gives it a pass's tokens.
+
+    They are appended in the attention that follows the cache's `update`: only there is it known which are padding. `window` is transformers'
+    `sliding_window`: tokens that a token sees, itself counted.
+    """
+
+    is_croppable = True
+    is_compileable = False
+    supports_early_init = False
+
+    def __init__(
+        self,
+        format: str = "int8",
+        *,
+        max_tokens: Optional[int] = None,
+        page_size: int = 64,
+        arithmetic: str = "exact",
+        window: Optional[int] = None,
+        scales: Optional[Dict[str, List[float]]] = None,
+    ) -> None:
+        self.is_initialized = False
+        super().__init__()
+        self.format, self.max_tokens, self.page_size, self.arithmetic = format, max_tokens, page_size, arithmetic
+        self.window, self.is_sliding = window, window is not None
+        # Static scales of a format that has them: `k_scales` and `v_scales`, a number for each head, or one for all.
+        self._scales = scales or {}
+        self.cache: Optional[Cache] = None
+        # The sequence of each row of the batch.
+        self.slots: List[int] = []
+        # Tokens that each row has seen in whole passes, padding included.
+        self.seen = 0
+        # What the pool was made for: tokens of a row that it holds, rows.
+        self._room = self._rows = 0
+        self._sinks: Tuple[Any, Optional[List[float]]] = (None, None)
+
+    # What transformers asks of a layer.
+
+    @property
+    def keys(self) -> None:
+        """None before the first pass. Raises UnsupportedError after it: K and V lie in pages."""
+        if self.is_initialized:
+            raise UnsupportedError("a model reads K and V of its cache itself (layers[…].keys), which a QuantizedCache has in pages; use transformers' own cache")
+
+    @keys.setter
+    def keys(self, x: None) -> None:
+        if x is not None:
+            raise UnsupportedError("a model writes K and V of its cache itself (layers[…].keys), which a QuantizedCache has in pages; use transformers' own cache")
+
+    values = keys
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        if key_states.shape[-1] != value_states.shape[-1]:
+            raise UnsupportedError(f"K has {key_states.shape[-1]} dims, and V {value_states.shape[-1]}; attn attends over heads whose K and V have as many")
+        self.device, self.dtype = key_states.device, key_states.dtype
+        batch, self._heads, tokens, self._dim = key_states.shape
+        self.slots = []
+        room = self.max_tokens or max(_FIRST_TOKENS, 2 * tokens)
+        if self.window is not None:
+            held = self.window + _TAKEN_BACK + max(_TILE, self.page_size) + _PIECE
+            room = min(held, self.max_tokens or held)
+        self._make(room, batch)
+        self.slots = list(range(batch))
+        self.is_initialized = True
+
+    def begin(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Looks at a pass's K and V, `[batch, heads, tokens, dim]`, before the attention appends them."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        if key_states.shape[0] != len(self.slots):
+            raise ShapeError(f"the batch has {key_states.shape[0]} rows, but the cache was begun with {len(self.slots)}; use a new cache, or reset this one")
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Tuple[torch.Tensor, torch.Tensor]:
+        raise UnsupportedError("a QuantizedLayer gets its tokens from a QuantizedCache, which holds all layers to one pass; make that of the model's config")
+
+    def get_seq_length(self) -> int:
+        return self.seen
+
+    def get_mask_sizes(self, query_length: int) -> Tuple[int, int]:
+        return self.seen + query_length, 0
+
+    def get_max_length(self) -> int:
+        return self.max_tokens or -1
+
+    @property
+    def batch_size(self) -> int:
+        return len(self.slots)
+
+    def reset(self) -> None:
+        if self.cache is not None:
+            for slot in self.slots:
+                self.cache.free(slot)
+        self.slots, self.seen, self.is_initialized = [], 0, False
+
+    def check_crop(self, removed: int) -> None:
+        """Refuses to take back more tokens of each row than a sliding layer holds windows for."""
+        if self.cache is not None and removed:
+            self._check_held([max(0, n - removed) for n in self.lens])
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Takes back the newest tokens of every row: -n removes n."""
+        removed = -tokens_to_remove
+        if removed == 0 or self.cache is None:
+            return
+        self._keep([max(0, n - removed) for n in self.lens])
+        self.seen -= min(removed, self.seen)
+
+    def take_back(self, lens: List[int]) -> None:
+        """Takes a pass back that failed: rows are as long again as `lens` says."""
+        self._check_held(lens)
+        self._keep(lens)
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        self._rearrange(beam_idx.tolist())
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._rearrange([row for row in range(len(self.slots)) for _ in range(repeats)])
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        rows = torch.arange(len(self.slots))[indices.cpu()]
+        self._rearrange(rows.tolist())
+
+    def offload(self) -> None:
+        raise UnsupportedError("a QuantizedCache is not moved to the CPU between layers; make it with a smaller format")
+
+    prefetch = offload
+
+    @property
+    def lens(self) -> List[int]:
+        """Tokens of each row, padding not included."""
+        if self.cache is None:
+            return []
+        lens = self.cache.lens
+        return [lens[slot] for slot in self.slots]
+
+    # Memory.
+
+    def _make(self, room: int, rows: int) -> None:
+        """A cache of `room` tokens for each of `rows` rows, and in it the rows that there are."""
+        self.check_rows(rows)
+        shape = dict(heads=self._heads, dim=self._dim, page_size=self.page_size, max_q_len=_PIECE, device=_device_name(self.device))
+        shape.update({name: x if len(x) > 1 else x * self._heads for name, x in self._scales.items()})
+        pages = rows * Cache(self.format, max_tokens=0, pages=0, **shape).pages_for(room)
+        cache = Cache(self.format, max_tokens=0, pages=pages, sequences=rows, **shape)
+        for row, slot in enumerate(self.slots):
+            cache.restore(row, self.cache.save(slot))
+        self.slots = list(range(len(self.slots)))
+        self.cache, self._room, self._rows = cache, room, rows
+
+    def check_rows(self, rows: int) -> None:
+        """Refuses a batch that becomes larger than the pool was made for, where rows cannot be copied into another."""
+        if rows > self._rows and self.slots and any(self.cache.first_tokens[slot] for slot in self.slots):
+            raise UnsupportedError("a sliding layer that has dropped tokens gets no more rows; begin with a batch as large as it becomes")
+
+    def _check_room(self, counts: List[int]) -> None:
+        """Refuses tokens beyond what the user has said a row gets."""
+        if self.max_tokens is None:
+            return
+        for row, (had, added) in enumerate(zip(self.lens, counts)):
+            if had + added > self.max_tokens:
+                raise CacheFullError(
+                    f"row {row} has {had} tokens and gets {added} more, but the cache was made with max_tokens={self.max_tokens}; make it with a larger max_tokens, or "
+                    "without, so that its pools grow"
+                )
+
+    def _check_held(self, lens: List[int]) -> None:
+        """Refuses lengths whose last windows have been dropped."""
+        first = self.cache.first_tokens
+        for slot, n in zip(self.slots, lens):
+            if n and first[slot] > self._first_needed(n):
+                raise ShapeError(
+                    f"{self.cache.lens[slot] - n} tokens cannot be taken back from a sliding layer, which holds the windows of its newest {_TAKEN_BACK}; reset the cache and begin again"
+                )
+
+    def _keep(self, lens: List[int]) -> None:
+        for slot, n in zip(self.slots, lens):
+            if n:
+                self.cache.truncate(slot, n)
+            else:
+                self.cache.free(slot)
+
+    def _grow(self, needed: int) -> None:
+        """Room for `needed` tokens of each row, unless the user has said how many there are, or the window does."""
+        if needed > self._room and self.max_tokens is None and self.window is None:
+            self._make(max(needed, 2 * self._room), self._rows)
+
+    def _first_needed(self, tokens: int) -> int:
+        """The first token that queries behind `tokens` tokens see."""
+        return 0 if self.window is None else max(0, tokens - self.window + 1)
+
+    def _drop(self) -> None:
+        """Frees the pages that no window sees any more, nor would if drafts were taken back."""
+        if self.window is None:
+            return
+        lens = self.cache.lens
+        for slot in self.slots:
+            self.cache.drop_before(slot, self._first_needed(max(0, lens[slot] - _TAKEN_BACK)))
+
+    def _rearrange(self, rows: List[int]) -> None:
+        """Makes row i what row `rows[i]` was; tokens that rows have in common are shared."""
+        if self.cache is None:
+            return
+        if len(rows) > self._rows:
+            self._make(self._room, len(rows))
+        taken = set(self.slots)
+        free = [slot for slot in range(self.cache.sequences) if slot not in taken]
+        if len(free) < len(rows):
+            added, first = len(rows) - len(free), self.cache.sequences
+            self.cache.add_sequences(added)
+            free += range(first, first + added)
+        new = free[: len(rows)]
+        for slot, row in zip(new, rows):
+            self.cache.fork(self.slots[row], slot)
+        for slot in self.slots:
+            self.cache.free(slot)
+        self.slots = new
+
+    def stats(self) -> Optional[CacheStats]:
+        """Pages, bytes and tokens; None before the first pass."""
+        return None if self.cache is None else self.cache.stats()
+
+    # Attention.
+
+    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: PaddedRows, options: Dict[str, Any]) -> torch.Tensor:
+        """Appends a pass's tokens, and attends: query `[batch, heads, tokens, dim]`; returns `[batch, tokens, heads, dim]`."""
+        lens, q_len = self.lens, query.shape[2]
+        if rows.before is not None and rows.before != lens:
+            raise ShapeError(
+                f"the attention mask says that the rows have {rows.before} tokens, but the cache has {lens}; pass the mask of all tokens, padded on the left"
+            )
+        self._check_room(rows.counts)
+        self._grow(max(lens) + q_len)
+        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+        piece = q_len if self._is_tokenwise and self.window is None else _PIECE
+        parts = [self._piece(*(x[:, i : i + piece] for x in (q, k, v)), rows, i, options) for i in range(0, q_len, piece)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+
+    @property
+    def _is_tokenwise(self) -> bool:
+        """Whether no token is stored finer than another."""
+        return not any(part.startswith("int4") and "-g" not in part and "-w0" not in part for part in self.format.split("/"))
+
+    def _piece(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: PaddedRows, first: int, options: Dict[str, Any]) -> torch.Tensor:
+        out = self._attended(q, k, v, rows, first, options)
+        self._drop()
+        return out
+
+    def _attended(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: PaddedRows, first: int, options: Dict[str, Any]) -> torch.Tensor:
+        if rows.valid is None:
+            self.cache.append(k, v, sequences=self.slots)
+            return self.cache.attend(q, sequences=self.slots, **options)
+        valid = rows.valid[:, first : first + q.shape[1]]
+        width = rows.valid.shape[1]
+        # Padding comes first, so a row has what lies behind it.
+        counts = [min(q.shape[1], max(0, n - (width - first - q.shape[1]))) for n in rows.counts]
+        chosen = [(slot, n) for slot, n in zip(self.slots, counts) if n]
+        out = torch.zeros_like(q, memory_format=torch.contiguous_format)
+        if chosen:
+            slots, counts = (list(x) for x in zip(*chosen))
+            self.cache.append(k[valid], v[valid], sequences=slots, tokens=counts)
+            out[valid] = self.cache.attend(q[valid], sequences=slots, q_lens=counts, **options)
+        return out
+
+    def sinks_of(self, sinks: Optional[torch.Tensor]) -> Optional[List[float]]:
+        """A weight's numbers, copied from the device once."""
+        if sinks is None:
+            return None
+        version = (sinks.data_ptr(), sinks._version)
+        if self._sinks[0] != version:
+            self._sinks = (version, sinks.detach().float().reshape(-1).tolist())
+        return self._sinks[1]
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return f"cuda:{torch.cuda.current_device() if device.index is None else device.index}"
+    if device.type == "cpu":
+        return "cpu"
+    raise UnsupportedError(f"the model runs on {device}; attn attends on the CPU and on CUDA devices")
