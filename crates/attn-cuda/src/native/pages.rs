@@ -70,3 +70,36 @@ impl Pages {
         Ok(())
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pages_begin_and_follow_each_other_at_multiples_of_16_bytes() {
+        let check = |at, stride| {
+            let pages = Pages {
+                at: DeviceAddress::new(at),
+                stride,
+                num_pages: 2,
+            };
+            pages.check(8320)
+        };
+        for at in [0x7f00_0000_0010, 0x7f00_0000_0080, 0x7f00_0000_0100] {
+            check(at, 8320).unwrap();
+            check(at, 8336).unwrap();
+        }
+        for (at, stride, said) in [
+            (
+                0x7f00_0000_0008,
+                8320,
+                "address of the first page is 0x7f0000000008",
+            ),
+            (0x7f00_0000_0010, 8328, "page stride is 8328"),
+            (0x7f00_0000_0010, 8304, "page stride is 8304"),
+        ] {
+            let refusal = check(at, stride).unwrap_err().to_string();
+            assert!(refusal.starts_with(said), "{refusal}");
+        }
+    }
+}
