@@ -18,8 +18,7 @@ fn raise(class: &str, message: String) -> PyErr {
     })
 }
 
-/// A refused argument: of launches on a GPU, as those of caches are refused by the library below.
-#[cfg(feature = "cuda")]
+/// A refused argument, where the library below has no refusal of its own.
 pub fn parameter(message: impl Into<String>) -> PyErr {
     raise("ParameterError", message.into())
 }
