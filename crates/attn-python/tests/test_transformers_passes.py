@@ -104,7 +104,8 @@ def test_a_pass_that_fails_in_a_layer_leaves_the_cache_as_it_was(kind, format, d
     ids = prompt(2, 70, device=device)
     cache, straight = (cache_of(config, ours, ids[:, :60], format) for _ in range(2))
     # Refused by the attention, in the second layer.
-    hook = ours.model.layers[1].self_attn.register_forward_pre_hook(lambda module, args, options: (args, {**options, "attention_mask": torch.ones(2, 1, 10, 70)}), with_kwargs=True)
+    other_mask = {"attention_mask": torch.ones(2, 1, 10, 70)}
+    hook = ours.model.layers[1].self_attn.register_forward_pre_hook(lambda module, args, options: (args, {**options, **other_mask}), with_kwargs=True)
     with pytest.raises(attn.UnsupportedError, match="mask of its own"):
         ours(ids[:, 60:], **given(cache))
     hook.remove()

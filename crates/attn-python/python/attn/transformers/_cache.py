@@ -59,7 +59,9 @@ class QuantizedCache(TransformersCache):
         layers = _own_layers(config)
         windows = _windows(decoder, layers)
         if not windows:
-            raise UnsupportedError(f"no layer of this model ({type(config).__name__}) has full or sliding attention, which a QuantizedCache quantizes; use transformers' own cache")
+            raise UnsupportedError(
+                f"no layer of this model ({type(config).__name__}) has full or sliding attention, which a QuantizedCache quantizes; use transformers' own cache"
+            )
         _check_config(decoder)
         if max_tokens is not None:
             max_tokens = count("max_tokens", max_tokens, 1)
@@ -154,7 +156,8 @@ def _own_layers(config: Any) -> List[Any]:
     try:
         return DynamicCache(config=config).layers
     except Exception as error:
-        raise UnsupportedError(f"transformers makes no cache for this model ({type(config).__name__}): {type(error).__name__}: {error}; it has a cache of its own") from error
+        reason = f"{type(error).__name__}: {error}"
+        raise UnsupportedError(f"transformers makes no cache for this model ({type(config).__name__}): {reason}; use the model's own cache") from error
 
 
 def _read(config: Any, name: str) -> Any:

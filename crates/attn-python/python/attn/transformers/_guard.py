@@ -47,10 +47,12 @@ class PassGuard:
         own = len(self._layers)
         if index >= own and len(layers) == own:
             self._undo(index)
-            raise UnsupportedError(f"the model updates layer {index}, but the cache is for {self._model}, which has {own}; make a QuantizedCache of the model's own config")
+            raise self._other_model(f"updates layer {index}")
         if len(layers) != own or layers[index] is not self._layers[index]:
             self._undo(index)
-            raise UnsupportedError(f"{self._model}'s model copies or exchanges layers of its cache (at layer {index}), which a QuantizedCache does not follow; {_OWN_CACHE}")
+            raise UnsupportedError(
+                f"the model ({self._model}) copies or exchanges layers of its cache (at layer {index}), which a QuantizedCache does not follow; {_OWN_CACHE}"
+            )
 
     def hand(self, index: int, key: torch.Tensor, value: torch.Tensor) -> Tuple[HandedRows, HandedRows]:
         """Takes a pass's K and V of a quantized layer, and returns them for its attention alone."""
@@ -89,11 +91,17 @@ class PassGuard:
         # Decoders of encoder-decoder models call the encoder's layers theirs.
         layers = [getattr(config.get_text_config(decoder=True), name, None) for name in ("num_hidden_layers", "decoder_layers")]
         if layers[0] is not None and self._config_layers not in layers:
-            raise UnsupportedError(f"the model has {layers[0]} layers, but the cache is for {self._model}, which has {self._config_layers}; make a QuantizedCache of the model's own config")
+            raise self._other_model(f"has {layers[0]} layers")
         self._checked = config
+
+    def _other_model(self, does: str) -> UnsupportedError:
+        return UnsupportedError(
+            f"the model {does}, but the cache is for {self._model}, which has {len(self._layers)}; make a QuantizedCache of the model's own config"
+        )
 
     def attended(self) -> None:
         """Ends the pass if each quantized layer has its tokens."""
+        self._last.drop()
         if len(self._before) == len(self._quantized):
             for layer in self._quantized.values():
                 layer.seen += self._tokens
@@ -120,8 +128,8 @@ class PassGuard:
         """Refuses a model that reads K or V that waits for its attention."""
         self._undo(index)
         raise UnsupportedError(
-            f"layer {index} of {self._model} computes with {name} ({operation}) between its cache and its attention, which a QuantizedCache does not follow; load the model "
-            f'with attn_implementation="attn", or call model.set_attn_implementation("attn"). If it has that, its attention is its own code: {_OWN_CACHE}'
+            f"layer {index} of {self._model} computes with {name} ({operation}) between its cache and its attention, which a QuantizedCache does not follow; "
+            f'load the model with attn_implementation="attn", or call model.set_attn_implementation("attn"). If it has that, its attention is its own code: {_OWN_CACHE}'
         )
 
     @contextmanager
@@ -165,8 +173,8 @@ class PassGuard:
         self._check_whole()
         seen = max(layer.seen for layer in self._quantized.values())
         raise UnsupportedError(
-            f"{what}, but the pass before ended at layer {last} of {len(self._layers)}: it failed, or its model does not attend each layer once a pass. Its tokens are taken "
-            f"back, and the cache has {seen} again: call the model again, and if this comes back, {_OWN_CACHE}"
+            f"{what}, but the pass before ended at layer {last} of {len(self._layers)}: it failed, or its model does not attend each layer once a pass. "
+            f"Its tokens are taken back, and the cache has {seen} again: call the model again, and if this comes back, {_OWN_CACHE}"
         )
 
     def _check_whole(self) -> None:

@@ -6,7 +6,7 @@ over other K and V than the cache was given; it is refused where it happens, so 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NoReturn, Tuple
+from typing import TYPE_CHECKING, Any, NoReturn, Optional, Tuple
 
 import torch
 
@@ -20,11 +20,17 @@ class Handed:
     """K and V of one layer in one pass, `[batch, KV heads, tokens, dim]`, as the model gave them to its cache."""
 
     def __init__(self, guard: "PassGuard", index: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        self.guard, self.index, self.key, self.value = guard, index, key, value
+        self.guard, self.index = guard, index
+        self.key: Optional[torch.Tensor] = key
+        self.value: Optional[torch.Tensor] = value
 
     def rows(self) -> Tuple["HandedRows", "HandedRows"]:
         """What the model gets in their place."""
         return HandedRows(self, "K", self.key), HandedRows(self, "V", self.value)
+
+    def drop(self) -> None:
+        """Forgets K and V, which have been attended."""
+        self.key = self.value = None
 
     def is_given(self, key: Any, value: Any) -> bool:
         """Whether an attention is given these very K and V, each in its place."""

@@ -183,8 +183,8 @@ class QuantizedLayer(CacheLayerMixin):
         for row, (had, added) in enumerate(zip(self.lens, counts)):
             if had + added > self.max_tokens:
                 raise CacheFullError(
-                    f"row {row} has {had} tokens and gets {added} more, but the cache was made with max_tokens={self.max_tokens}; make it with a larger max_tokens, or "
-                    "without, so that its pools grow"
+                    f"row {row} has {had} tokens and gets {added} more, but the cache was made with max_tokens={self.max_tokens}; "
+                    "make it with a larger max_tokens, or without, so that its pools grow"
                 )
 
     def _check_held(self, lens: List[int]) -> None:
@@ -193,7 +193,8 @@ class QuantizedLayer(CacheLayerMixin):
         for slot, n in zip(self.slots, lens):
             if n and first[slot] > self._first_needed(n):
                 raise ShapeError(
-                    f"{self.cache.lens[slot] - n} tokens cannot be taken back from a sliding layer, which holds the windows of its newest {_TAKEN_BACK}; reset the cache and begin again"
+                    f"{self.cache.lens[slot] - n} tokens cannot be taken back from a sliding layer, which holds the windows of its newest {_TAKEN_BACK}; "
+                    "reset the cache and begin again"
                 )
 
     def _keep(self, lens: List[int]) -> None:
