@@ -5,7 +5,7 @@ use std::{env, ffi::OsString, fmt, str::FromStr};
 #[cfg(feature = "cuda-unversioned")]
 use attn_cuda::{CudaBackend, Options};
 
-use crate::{BackendId, DecodeAttention, Error, Unsupported, events, process};
+use crate::{BackendId, DecodeAttention, Error, Unsupported, events};
 
 const NAMES: &str = "cpu, wgpu, cuda, cuda:1 and so on; none for the best one here";
 
@@ -167,7 +167,7 @@ impl Device {
     /// [`Error::WrongBackend`] naming `what` if the device is no GPU of NVIDIA's; [`Unsupported::Forked`].
     #[cfg(feature = "cuda-unversioned")]
     pub fn cuda(&self, what: &'static str) -> Result<&CudaBackend, Error> {
-        process::check()?;
+        crate::process::check()?;
         match &self.backend {
             Opened::Cuda(gpu) => Ok(gpu),
             Opened::Any(backend) => Err(Error::WrongBackend {
