@@ -356,10 +356,7 @@ mod tests {
         let mut names = BTreeSet::new();
         for workload in workloads() {
             workload.problem.check().unwrap();
-            workload
-                .format
-                .check(workload.problem.head_dim, TILE)
-                .unwrap();
+            workload.format.check(workload.problem.head_dim).unwrap();
             assert!(names.insert(workload.to_string()), "{workload} twice");
         }
     }
