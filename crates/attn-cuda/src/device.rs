@@ -281,7 +281,7 @@ impl Device {
             loaded => loaded?,
         };
         let arch = self.arch.name();
-        events::loaded(BACKEND, instance.source(), arch, origin.name(), start);
+        events::loaded(BACKEND, instance.name(), arch, origin.name(), start);
         Ok(module)
     }
 

@@ -1,7 +1,11 @@
 //! Kernel images: embedded by `build.rs`, else from the disk cache (`image_cache`), else compiled by NVRTC and
 //! kept there.
 
-use std::{env, fs, path::PathBuf, sync::OnceLock};
+use std::{
+    env, fs,
+    path::{Path, PathBuf},
+    sync::OnceLock,
+};
 
 use attn_kernels::cuda::{
     Arch, Instance,
@@ -74,20 +78,28 @@ pub fn sources() -> &'static [(&'static str, &'static str)] {
         return attn_kernels::CUDA;
     };
     SOURCES.get_or_init(|| {
-        let mut files: Vec<(&str, &str)> = fs::read_dir(&folder)
-            .into_iter()
-            .flatten()
-            .flatten()
-            .filter_map(|entry| {
-                let name = entry.file_name().into_string().ok()?;
-                let text = fs::read_to_string(entry.path()).ok()?;
-                // Read once per process.
-                Some((&*name.leak(), &*text.leak()))
-            })
-            .collect();
+        let mut files = Vec::new();
+        read_below(Path::new(&folder), "", &mut files);
         files.sort_unstable();
         files
     })
+}
+
+/// Adds the text of every readable file below a folder, by its path from there on, as `#include` names it. A missing one is named by the compiler.
+fn read_below(folder: &Path, within: &str, files: &mut Vec<(&'static str, &'static str)>) {
+    for entry in fs::read_dir(folder).into_iter().flatten().flatten() {
+        let path = entry.path();
+        let Ok(name) = entry.file_name().into_string() else {
+            continue;
+        };
+        let name = format!("{within}{name}");
+        if path.is_dir() {
+            read_below(&path, &format!("{name}/"), files);
+        } else if let Ok(text) = fs::read_to_string(&path) {
+            // Read once per process.
+            files.push((name.leak(), text.leak()));
+        }
+    }
 }
 
 /// Images that this program carries.

@@ -152,7 +152,7 @@ fn file_name(instance: &Instance, arch: Arch) -> String {
     let words: Vec<_> = macros.map(|m| m.replace('=', "")).collect();
     format!(
         "{}-{}-{}.cubin",
-        instance.source().trim_end_matches(".cu"),
+        instance.name(),
         arch.name(),
         words.join("-")
     )

@@ -71,6 +71,6 @@ fn many_rows(
     let problem = problem.arithmetic(Arithmetic::Fast);
     let layout = KvLayout::Pages(64);
     let mut all = Instance::all_decode(&problem, format, layout, shared_limit);
-    all.retain(|instance| matches!(instance.source(), "many_rows.cu" | "dequantize.cu"));
+    all.retain(|instance| matches!(instance.name(), "many_rows" | "dequantize"));
     all
 }

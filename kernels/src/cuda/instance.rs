@@ -232,30 +232,38 @@ impl Instance {
         }
     }
 
-    /// File of `kernels/cuda` that is compiled.
+    /// The file that is compiled: its path within `kernels/cuda`.
     pub fn source(&self) -> &'static str {
         match self {
             Instance::Decode { config, .. } => match config.kernel {
-                Kernel::SplitKv => "split_kv.cu",
-                Kernel::LowLatencyCluster | Kernel::LowLatencyGlobal => "low_latency.cu",
-                Kernel::ManyRows | Kernel::ManyRowsWhole => "many_rows.cu",
+                Kernel::SplitKv => "attend/split_kv/split_kv.cu",
+                Kernel::LowLatencyCluster | Kernel::LowLatencyGlobal => {
+                    "attend/low_latency/low_latency.cu"
+                }
+                Kernel::ManyRows | Kernel::ManyRowsWhole => "attend/many_rows/many_rows.cu",
             },
-            Instance::Append { .. } => "append.cu",
-            Instance::Import { .. } => "import.cu",
-            Instance::Export { .. } => "export.cu",
-            Instance::Dequantize { .. } => "dequantize.cu",
-            Instance::DequantizeRows { .. } => "dequantize_rows.cu",
-            Instance::GatherPages { .. } => "gather_pages.cu",
-            Instance::CopyPages => "copy_pages.cu",
-            Instance::MergeStates => "merge_states.cu",
-            Instance::MergeSpans { .. } => "merge_spans.cu",
-            Instance::QueryBlocks => "query_blocks.cu",
-            Instance::Check => "check.cu",
-            Instance::Read => "read.cu",
+            Instance::Append { .. } => "ops/append.cu",
+            Instance::Import { .. } => "ops/import.cu",
+            Instance::Export { .. } => "ops/export.cu",
+            Instance::Dequantize { .. } => "ops/dequantize.cu",
+            Instance::DequantizeRows { .. } => "ops/dequantize_rows.cu",
+            Instance::GatherPages { .. } => "ops/gather_pages.cu",
+            Instance::CopyPages => "ops/copy_pages.cu",
+            Instance::MergeStates => "ops/merge_states.cu",
+            Instance::MergeSpans { .. } => "ops/merge_spans.cu",
+            Instance::QueryBlocks => "ops/query_blocks.cu",
+            Instance::Check => "ops/check.cu",
+            Instance::Read => "ops/read.cu",
         }
     }
 
-    /// The kernel's name.
+    /// The file's name without folders and ending.
+    pub fn name(&self) -> &'static str {
+        let file = self.source().rsplit('/').next();
+        file.map_or("", |file| file.trim_end_matches(".cu"))
+    }
+
+    /// The name of the kernel's function.
     pub fn entry(&self) -> &'static str {
         match self {
             Instance::Decode { .. } => "attn_decode",
@@ -401,7 +409,7 @@ impl Instance {
         options
     }
 
-    /// The key of its image: a hash of every source, the source file's name and the options.
+    /// The key of its image: a hash of every source, the compiled file's path and the options.
     ///
     /// The key decides which machine code runs, so it is a cryptographic hash: no two texts that anybody can make share one. Each
     /// text's length comes before it, so that what belongs to which text is part of the key.
@@ -493,14 +501,20 @@ mod tests {
             let last = instance.options(Arch::Sm90a).pop();
             (instance.source(), last.filter(|last| last.ends_with("=1")))
         });
-        assert_eq!(sources[0].0, "split_kv.cu");
+        assert_eq!(sources[0].0, "attend/split_kv/split_kv.cu");
         assert_eq!(
             sources[1],
-            ("low_latency.cu", Some("-DATTN_LOW_LATENCY=1".to_owned()))
+            (
+                "attend/low_latency/low_latency.cu",
+                Some("-DATTN_LOW_LATENCY=1".to_owned())
+            )
         );
         assert_eq!(
             sources[2],
-            ("low_latency.cu", Some("-DATTN_MERGE_GLOBAL=1".to_owned()))
+            (
+                "attend/low_latency/low_latency.cu",
+                Some("-DATTN_MERGE_GLOBAL=1".to_owned())
+            )
         );
     }
 }

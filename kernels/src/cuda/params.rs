@@ -1,4 +1,4 @@
-//! The parameter blocks of the CUDA kernels. One definition gives each Rust struct and its text in `kernels/cuda/params.h`.
+//! The parameter blocks of the CUDA kernels. One definition gives each Rust struct and its text in `kernels/cuda/common/params.h`.
 //!
 //! `ATTN_UPDATE=1 cargo test -p attn-kernels` rewrites `params.h`; without it the same test fails if the file is not current.
 
@@ -451,7 +451,7 @@ impl FastDivmod {
     }
 }
 
-/// The text of `kernels/cuda/params.h`.
+/// The text of `kernels/cuda/common/params.h`.
 pub fn header() -> String {
     let mut text = String::from(
         "// The parameter blocks of the kernels. Generated from kernels/src/cuda/params.rs: edit that file, then run\n\

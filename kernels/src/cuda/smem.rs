@@ -241,15 +241,10 @@ mod tests {
         all
     }
 
-    /// The size that the kernel's header exports, from its PTX; `None` if the kernel has no header of its own for it.
+    /// The size that the kernel's header exports, from its PTX.
     fn exported(nvrtc: &Nvrtc, instance: &Instance, options: &[String]) -> Option<usize> {
-        let header = match instance.source() {
-            "split_kv.cu" => "split_kv_smem.cuh",
-            "low_latency.cu" => "low_latency_smem.cuh",
-            "many_rows.cu" => "many_rows_smem.cuh",
-            _ => return None,
-        };
-        let text = format!("#include \"{header}\"\n");
+        let (folder, _) = instance.source().rsplit_once('/')?;
+        let text = format!("#include \"{folder}/shared_memory.cuh\"\n");
         let mut sources = crate::CUDA.to_vec();
         sources.push(("size.cu", &text));
         let ptx = nvrtc.compile(&sources, "size.cu", options).unwrap();

@@ -56,7 +56,9 @@ impl Kernels {
         let sources = tempfile::tempdir()?;
         // The host's files come last and take the place of the GPU's.
         for (name, text) in attn_kernels::CUDA.iter().chain(attn_kernels::HOST) {
-            fs::write(sources.path().join(name), text)?;
+            let file = sources.path().join(name);
+            fs::create_dir_all(file.parent().context("a file lies in a folder")?)?;
+            fs::write(file, text)?;
         }
         Ok(Kernels {
             sources,
@@ -178,6 +180,8 @@ fn compile(sources: &Path, instance: Instance, arch: Arch, number: usize) -> Res
     let mut compiler = compiler();
     compiler
         .arg("-shared")
+        .arg("-I")
+        .arg(sources)
         .arg("-include")
         .arg(sources.join(HEADER))
         .arg(match arch {

@@ -51,7 +51,7 @@ fn cpp_types_have_the_size_of_their_rust_types() {
 
 #[test]
 fn params_h_is_current() {
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("cuda/params.h");
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("cuda/common/params.h");
     if env::var("ATTN_UPDATE").is_ok_and(|update| update == "1") {
         fs::write(&path, header()).unwrap();
     }

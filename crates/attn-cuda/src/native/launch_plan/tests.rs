@@ -107,7 +107,7 @@ fn what_takes_many_copies_to_a_tile_is_written_again_for_prompts() {
     };
     let a100 = DeviceLimits::new(Arch::Sm80.shared_limit(), 108);
     let bf16 = KvFormat::same(Scheme::Bf16);
-    let [gather, rows] = [Some("gather_pages.cu"), Some("dequantize_rows.cu")];
+    let [gather, rows] = [Some("gather_pages"), Some("dequantize_rows")];
     for (format, limits, layout, q_len, want) in [
         (bf16, limits(), KvLayout::Pages(16), 128, gather),
         (KvFormat::INT8, limits(), KvLayout::Pages(16), 128, gather),
@@ -125,7 +125,7 @@ fn what_takes_many_copies_to_a_tile_is_written_again_for_prompts() {
         let (kind, preferences) = (PlanKind::Known, Preferences::default());
         let plan = LaunchPlan::new(kind, limits, &preferences, &problem, format, layout).unwrap();
         let given = format!("{format}, {layout:?}, {q_len} tokens");
-        let made = plan.dequantized.map(|pages| pages.instance.source());
+        let made = plan.dequantized.map(|pages| pages.instance.name());
         assert_eq!(made, want, "{given}");
         assert!(plan.config.kernel.is_many_rows(), "{given}");
         let attended = match want {

@@ -1,0 +1,145 @@
+// Loads the codes of a tile from a stage as left operands of MMAs, whose 16 rows are tokens of K or dims of V.
+//
+// A register has four bytes of row lane/4 (`x[..][0]`), or of that row + 8 (`x[..][1]`). One `ldmatrix` reads eight rows of 16 bytes.
+#pragma once
+#include "attend/query.cuh"
+#include "attend/team.cuh"
+
+// Codes or residuals of a side's tile.
+struct Codes {
+    u32 at;
+    int stride;  // from block to block
+};
+
+// A tile in its stages; `residuals` says whether those are there.
+struct Stages {
+    Codes k, v, k_residuals, v_residuals;
+    bool residuals;
+};
+
+// A residual's step, in scales.
+constexpr float RESIDUAL_STEP = 0.0625f;
+// Sums of half steps count residuals' steps where residuals are read. Elsewhere those of low nibbles count scales, and those of high ones, which
+// are 16 times as large, eighths: that costs the fewest instructions. `is_high`: of a lane's second row. All in residuals' steps:
+DEVICE float half_steps_unit(bool residuals, bool is_high) { return residuals ? 1.0f : is_high ? 2.0f : 16.0f; }
+// The same sum in residuals' steps, with those of residuals, whose sum is `of_residuals`, in rows that read them; `sum`: of what both are multiplied by.
+DEVICE int with_residuals(int count, int start, bool is_high, bool is_fine, int of_residuals, int sum) {
+    int coarse = (count - start) * (is_high ? 2 : 16) + start;
+    return is_fine ? coarse + (is_high ? of_residuals >> 3 : 2 * of_residuals) - 15 * sum : coarse;
+}
+
+// The two rows of a byte of 4-bit codes: low nibbles, and high ones, which are 16 times as large.
+DEVICE void split_nibbles(u32 x, u32 (&rows)[2]) {
+    rows[0] = x & 0x0f0f0f0f;
+    rows[1] = x & 0xf0f0f0f0;
+}
+
+// 16 tokens of K, from t on, in 8 bits: x[panel] has bytes 4·(lane%4) + {0..3} of a panel of 16 dims.
+DEVICE void load_keys8(const Codes& k, int t, int lane, u32 (&x)[PANELS][2]) {
+    int row = in_block(t) + lane % 16;
+    u32 block = k.at + block_of(t) * k.stride;
+    auto at = [&](int panel, int more) {
+        if constexpr (PAGE == 0) return chunk_at<K_SWIZZLE>(k.at, panel, more, row);
+        return block + ((panel + more) * BLOCK + row) * 16;
+    };
+#pragma unroll
+    for (int panel = 0; panel + 1 < PANELS; panel += 2) {
+        u32 y[4];
+        ldmatrix_x4(y, at(panel, lane / 16));
+#pragma unroll
+        for (int i = 0; i < 4; i++) x[panel + i / 2][i % 2] = y[i];
+    }
+    if (PANELS % 2 == 1) {
+        u32 y[2];
+        ldmatrix_x2(y, at(PANELS - 1, 0));
+        x[PANELS - 1][0] = y[0];
+        x[PANELS - 1][1] = y[1];
+    }
+}
+// The same in 4 bits; tokens t + 8 … are in the high nibbles.
+DEVICE void load_keys4(const Codes& k, int t, int lane, u32 (&x)[PANELS][2]) {
+    u32 block = k.at + block_of(t) * k.stride + (in_block(t) / 2 + lane % 8) * 16;
+    auto at = [&](int panel) { return block + panel * (BLOCK / 2) * 16; };
+#pragma unroll
+    for (int panel = 0; panel < PANELS; panel += 4) {
+        u32 y[4];
+        int left = PANELS - panel;
+        if (left >= 4) {
+            ldmatrix_x4(y, at(panel + lane / 8));
+        } else if (left >= 2) {
+            u32 z[2];
+            ldmatrix_x2(z, at(panel + lane / 8 % 2));
+            y[0] = z[0];
+            y[1] = z[1];
+        } else {
+            u32 z[1];
+            ldmatrix_x1(z, at(panel));
+            y[0] = z[0];
+        }
+#pragma unroll
+        for (int i = 0; i < 4 && i < left; i++) split_nibbles(y[i], x[panel + i]);
+    }
+}
+
+// 16 dims of V, the warp's j-th, in 8 bits: x[panel] has bytes 4·(lane%4) + {0..3}, in slot order, of a panel of 16 tokens.
+DEVICE void load_values8(const Codes& v, int j, int lane, u32 (&x)[4][2]) {
+    constexpr int IN_BLOCK = BLOCK / 16;
+#pragma unroll
+    for (int pair = 0; pair < 4; pair += 2) {
+        u32 y[4];
+        int panel = pair + lane / 16;
+        ldmatrix_x4(y, v.at + panel / IN_BLOCK * v.stride + (panel % IN_BLOCK * HEAD_DIM + 16 * j + lane % 16) * 16);
+#pragma unroll
+        for (int i = 0; i < 4; i++) x[pair + i / 2][i % 2] = y[i];
+    }
+}
+// The same of rows whose bytes lie along the dims: even dims are the first eight rows, odd ones the others.
+DEVICE void load_value_rows(const Codes& v, int j, int lane, u32 (&x)[4][2]) {
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        u32 y[4];
+        ldmatrix_x4_trans(y, chunk_at<V_SWIZZLE>(v.at, j, 0, 32 * half + lane));
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            x[2 * half + i][0] = __byte_perm(y[2 * i], y[2 * i + 1], 0x6420);
+            x[2 * half + i][1] = __byte_perm(y[2 * i], y[2 * i + 1], 0x7531);
+        }
+    }
+}
+// The same in 4 bits; dims + 8 are in the high nibbles.
+DEVICE void load_values4(const Codes& v, int j, int lane, u32 (&x)[4][2]) {
+    constexpr int IN_BLOCK = BLOCK / 16;
+    int panel = lane / 8;
+    u32 y[4];
+    ldmatrix_x4(y, v.at + panel / IN_BLOCK * v.stride + (panel % IN_BLOCK * (HEAD_DIM / 2) + 8 * j + lane % 8) * 16);
+#pragma unroll
+    for (int i = 0; i < 4; i++) split_nibbles(y[i], x[i]);
+}
+DEVICE void load_values(const Codes& v, int j, int lane, u32 (&x)[4][2]) {
+    if constexpr (V_INT4) load_values4(v, j, lane, x);
+    else if constexpr (V_TOKEN_MAJOR) load_value_rows(v, j, lane, x);
+    else load_values8(v, j, lane, x);
+}
+// The dim, in a block of 16, of the accumulators of row lane/4 + 8·half.
+DEVICE int dim_of(int half, int lane) { return V_TOKEN_MAJOR ? 2 * (lane / 4) + half : 8 * half + lane / 4; }
+
+// A pair of elements of tokens t and t + 1, with 0 for a token beyond the sequence: its bytes may be a NaN, and 0·NaN is not 0.
+DEVICE u32 cached(u32 pair, int t, int tokens) { return t + 1 < tokens ? pair : t < tokens ? pair & 0xffff : 0; }
+
+// The f16 parameters of a side's tile: `rows(at, group, t)` is where the scale of a strided row lies in the stage.
+template <int SCHEME, class Rows> struct SideParams {
+    u32 at;      // of the tile's first block's
+    int stride;  // from block to block
+    Rows rows;
+
+    __device__ __forceinline__ u32 place(int group, int t, int bytes) const { return at + block_of(t) * stride + (group * BLOCK + in_block(t)) * bytes; }
+    __device__ __forceinline__ float scale(int group, int t) const {
+        return half_float(lds16(PAGE == 0 ? rows(at, group, t) : place(group, t, 2)));
+    }
+    // The scale, and the shift that goes with centred codes (`INT4`).
+    __device__ __forceinline__ float2 scale_shift(int group, int t) const {
+        u32 x = lds32(place(group, t, 4));
+        float scale = half_float(x & 0xffff);
+        return make_float2(scale, fmaf(8.0f, scale, half_float(x >> 16)));
+    }
+};

@@ -1,0 +1,113 @@
+// The producers of many_rows.cu convert the codes of a tile from one place of shared memory to another: nibbles to bytes, or fp8 to f16.
+#pragma once
+#include "attend/pipeline.cuh"
+
+// ---- to bytes ----
+
+// Nibbles of a side's tile to bytes: eight rows of 16 low nibbles, then those of the high ones. Half steps are 16 times as large. `thread`: of
+// the team's unpackers.
+template <bool IS_SIXTEENFOLD> DEVICE void unpack_nibbles(u32 from, u32 to, int thread) {
+#pragma unroll 2
+    for (int i = thread; i < TILE * HEAD_DIM / 32; i += 32 * UNPACKERS) {
+        float4 x = lds128(from + i * 16);
+        u32 words[4] = {float_bits(x.x), float_bits(x.y), float_bits(x.z), float_bits(x.w)};
+        float low[4], high[4];
+#pragma unroll
+        for (int n = 0; n < 4; n++) {
+            low[n] = bits_float(IS_SIXTEENFOLD ? words[n] << 4 & 0xf0f0f0f0 : words[n] & 0x0f0f0f0f);
+            high[n] = bits_float(IS_SIXTEENFOLD ? words[n] & 0xf0f0f0f0 : words[n] >> 4 & 0x0f0f0f0f);
+        }
+        u32 row = to + (i / 8 * 16 + i % 8) * 16;
+        sts128(row, {low[0], low[1], low[2], low[3]});
+        sts128(row + 128, {high[0], high[1], high[2], high[3]});
+    }
+}
+// A side's parameters as floats: of half steps the scale of a sixteenth, of plain codes the scale and the shift.
+template <int SCHEME> DEVICE void unpack_params(u32 from, u32 to, int thread) {
+    SideParams<SCHEME, RowScales> params = {from, 0, {}};
+    for (int t = thread; t < TILE; t += 32 * UNPACKERS) {
+        if constexpr (SCHEME == INT4) {
+            float2 x = params.scale_shift(0, t);
+            sts64(to + t * 8, x.x, x.y);
+        } else {
+            sts32(to + t * 4, float_bits(params.scale(0, t) * RESIDUAL_STEP));
+        }
+    }
+}
+// A side of a tile, with its parameters.
+template <bool IS_V> DEVICE void unpack_side(u32 from, u32 to, int thread) {
+    constexpr int SCHEME = IS_V ? V_SCHEME : K_SCHEME;
+    unpack_nibbles<SCHEME == ROTATED_INT4>(from, to, thread);
+    unpack_params<SCHEME>(from + (IS_V ? V_CODES : K_CODES), to + UNPACKED_PARAMS, thread);
+}
+
+// ---- fp8 to f16 ----
+
+// Rows of 16 codes that a thread turns into f16, COUNT of them. Each becomes two of eight elements: pairs of codes by turns, which are neighbouring tokens of V in pages,
+// and dims of K in the order in which a lane has a query's (load_row); or, in V's rows, IN_ORDER.
+enum class CodesOf { K, V_PAGE, V_ROWS };
+template <CodesOf OF, bool ALL_EXIST, int COUNT> struct CodeRows {
+    static constexpr bool IN_ORDER = OF == CodesOf::V_ROWS;
+    static constexpr int ROWS = OF == CodesOf::V_PAGE ? HEAD_DIM : TILE, BATCH = COUNT < 4 ? COUNT : 4;
+    u32 to, to_stride;        // where the first comes, and from one to the next
+    int count;                // of those that exist
+    int first_token, tokens;  // along the tokens: of the row, and of those that exist from the tile's first on
+
+    // from(n): where the n-th lies.
+    template <class From> __device__ __forceinline__ void widen(From from) const {
+#pragma unroll
+        for (int n = 0; n < COUNT; n += BATCH) {
+            float4 codes[BATCH];
+#pragma unroll
+            for (int i = 0; i < BATCH; i++) codes[i] = lds128(from(n + i));
+#pragma unroll
+            for (int i = 0; i < BATCH && n + i < COUNT; i++)
+                if (n + i < count) widen_row(codes[i], to + (n + i) * to_stride);
+        }
+    }
+    __device__ __forceinline__ void widen_row(const float4& codes, u32 at) const {
+        u32 words[4] = {float_bits(codes.x), float_bits(codes.y), float_bits(codes.z), float_bits(codes.w)}, pairs[2][4];
+#pragma unroll
+        for (int n = 0; n < 4; n++) {
+            if (IN_ORDER) e4m3_pairs(words[n], pairs[n / 2][n % 2 * 2], pairs[n / 2][n % 2 * 2 + 1]);
+            else e4m3_pairs(words[n], pairs[0][n], pairs[1][n]);
+#pragma unroll
+            for (int half = 0; half < 2; half++)
+                // Of V, tokens that do not exist get zeros: their bytes may be a NaN, and 0·NaN is not 0.
+                if (!ALL_EXIST) pairs[half][n] = cached(pairs[half][n], first_token + 8 * half + 2 * n, tokens);
+        }
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            u32(&x)[4] = pairs[half];
+            sts128(at + half * ROWS * 16, {bits_float(x[0]), bits_float(x[1]), bits_float(x[2]), bits_float(x[3])});
+        }
+    }
+};
+
+// A side of a tile that lies along the dims: K, or V in rows, whose tokens behind the last repeat it. A thread has one token.
+template <CodesOf OF> DEVICE void widen_by_dims(u32 from, u32 to, int thread) {
+    constexpr int AT_ONCE = 32 * UNPACKERS / TILE;  // panels
+    int token = thread % TILE, panel = thread / TILE;
+    CodeRows<OF, true, (PANELS + AT_ONCE - 1) / AT_ONCE> rows = {to + (panel * 2 * TILE + token) * 16, AT_ONCE * 2 * TILE * 16};
+    rows.count = PANELS % AT_ONCE == 0 ? PANELS : (PANELS - panel + AT_ONCE - 1) / AT_ONCE;
+    rows.widen([&](int n) {
+        if constexpr (PAGE == 0) return chunk_at<K_SWIZZLE>(from, 0, min(panel + n * AT_ONCE, PANELS - 1), token);
+        return from + (thread + n * 32 * UNPACKERS) * 16;
+    });
+}
+// V of a tile of so many tokens in a page: a warp has 16 tokens after the other, in all dims.
+template <bool ALL_EXIST> DEVICE void widen_values(u32 from, u32 to, int tokens, int thread) {
+    constexpr int COUNT = (HEAD_DIM + 31) / 32;
+    int lane = thread % 32;
+#pragma unroll 1
+    for (int panel = thread / 32; panel < TILE / 16; panel += UNPACKERS) {
+        CodeRows<CodesOf::V_PAGE, ALL_EXIST, COUNT> rows = {to + (panel * 2 * HEAD_DIM + lane) * 16, 32 * 16};
+        rows.count = COUNT;
+        rows.first_token = 16 * panel;
+        rows.tokens = tokens;
+        rows.widen([&](int n) { return from + (panel * HEAD_DIM + lane + n * 32) * 16; });
+    }
+}
+DEVICE void widen_values(u32 from, u32 to, int tokens, int thread) {
+    tokens < TILE ? widen_values<false>(from, to, tokens, thread) : widen_values<true>(from, to, tokens, thread);
+}

@@ -1,0 +1,142 @@
+// The rows of a warpgroup of many_rows.cu: which tokens they see, and the state of a segment. A thread has two rows and every fourth pair
+// of tokens, or dims. Of few rows it has one: products then have 64 rows as ever, of which each second group of eight means nothing, and all warps have rows.
+#pragma once
+#include "common/ptx.cuh"
+#if ATTN_BULK
+#include "common/wgmma.cuh"
+#else
+#include "common/warp_products.cuh"
+#endif
+#include "attend/many_rows/producer.cuh"
+#include "attend/rows.cuh"
+
+constexpr int SIDE_BYTES = UNPACKS ? UNPACKED_STAGE : STAGE_BYTES;  // of the stages that floats are read from
+static_assert(INTEGER || (UNPACKS ? UNPACKED_STAGES : STAGES) % (2 * FLOAT_STEP) == 0, "a step's stages lie side by side: select.rs");
+constexpr int SUMS_OF_TILE = TILE / 2, ELEMENTS = HEAD_DIM / 2;  // of a thread: scores, and dims of O
+constexpr int THREAD_ROWS = WARPGROUP_ROWS / 32;                 // of the two that a thread has of products
+static_assert(THREAD_ROWS == 2 || (THREAD_ROWS == 1 && INTEGER), "select.rs");
+constexpr int WARPGROUP_BARRIER = 1 + WARPGROUPS;                // the first of the warpgroups' named barriers
+constexpr int TURN_BARRIER = WARPGROUP_BARRIER + WARPGROUPS;     // the first of those where a warpgroup waits for its turn
+
+// Whether element i of a thread's products is one of its rows'.
+DEVICE constexpr bool is_of_row(int i) { return i / 2 % 2 < THREAD_ROWS; }
+
+// A thread's rows of a work item: warp row lane/4, and that + 8.
+struct TwoRows {
+    int start[2], end[2];  // tokens that a row sees
+    int position[2], tile[2];
+    float slope[2];
+    float scale[2];  // of scores
+    int sum[2];      // Q, of queries in integers
+
+    __device__ __forceinline__ bool sees(int h, int t) const { return t >= start[h] && t < end[h]; }
+    __device__ __forceinline__ bool see_all(int t0, int tokens = TILE) const {
+        bool full = true;
+#pragma unroll
+        for (int h = 0; h < THREAD_ROWS; h++) full &= start[h] <= t0 && t0 + tokens <= end[h];
+        return __all_sync(~0u, full);
+    }
+};
+
+
+struct Warpgroup {
+    const DecodeParams& p;
+    Ring ring;
+    UnpackedRing unpacked;
+    u32 queries;              // shared addresses
+    u32 thresholds;           // of integers
+    u32 state;                // of integers: the thread's elements of a span's state, 2048 bytes apart
+    float4* row_state;        // in the workspace, 128 apart
+    int warpgroup, warp, lane;  // `warp`: of the warpgroup
+    int first_row;              // of the warp in its work item
+    bool has_rows;              // whether some of the warp's rows are no padding
+    TwoRows rows;
+    float m[2], l[2], o[ELEMENTS];
+
+    // Whether the warp takes part in products: without wgmma it multiplies for itself alone.
+    __device__ __forceinline__ bool multiplies() const { return ATTN_BULK || has_rows; }
+    DEVICE int token_of(int j, int e, int lane) { return 8 * j + 2 * (lane % 4) + e; }
+
+    __device__ __forceinline__ void find_rows(const Part& part) {
+        QueryBlock queries_of = query_block(p, part.b);
+        int count = p.heads_per_kv * queries_of.tokens, first = first_position(p, queries_of, part.kv_len);
+        has_rows = first_row < count;
+#pragma unroll
+        for (int h = 0; h < THREAD_ROWS; h++) {
+            int row = first_row + lane / 4 + 8 * h, i = (u32)row / p.heads_per_kv_divmod, position = first + i;
+            bool real = row < count;
+            // Rows that fill up the tile see everything, so that they never make a full tile look masked.
+            rows.end[h] = !real ? 0x7fffffff : p.causal ? min(max(position + 1, 0), part.kv_len) : part.kv_len;
+            rows.start[h] = !HAS_SCORE_MODS || !real || p.window_left < 0 ? 0 : min(max(position - p.window_left, 0), rows.end[h]);
+            rows.slope[h] = HAS_SCORE_MODS && real && p.alibi_slopes ? p.alibi_slopes[(part.kv_head - i) * p.heads_per_kv + row] : 0.0f;
+            rows.position[h] = position;
+            rows.tile[h] = !real ? 0x7fffffff : max(p.causal ? position : part.kv_len - 1, 0) / TILE;
+        }
+    }
+
+    __device__ __forceinline__ void clear() {
+        m[0] = m[1] = MINUS_INFINITY;
+        l[0] = l[1] = 0.0f;
+#pragma unroll
+        for (int i = 0; i < ELEMENTS; i++) o[i] = 0.0f;
+    }
+
+    // Calls hide(i) for the scores of tokens that a row does not see.
+    template <class Hide> __device__ __forceinline__ void each_hidden(int index, Hide hide) const {
+#pragma unroll
+        for (int i = 0; i < SUMS_OF_TILE; i++)
+            if (is_of_row(i) && !rows.sees(i / 2 % 2, index * TILE + token_of(i / 4, i % 2, lane))) hide(i);
+    }
+    // The largest of a row's numbers: of those that the thread has, and of all.
+    __device__ __forceinline__ float thread_max(const float (&s)[SUMS_OF_TILE], int h) const {
+        float x[2] = {s[2 * h], s[2 * h + 1]};
+#pragma unroll
+        for (int j = 1; j < TILE / 8; j++)
+#pragma unroll
+            for (int e = 0; e < 2; e++) x[e] = fmaxf(x[e], s[4 * j + 2 * h + e]);
+        return fmaxf(x[0], x[1]);
+    }
+    __device__ __forceinline__ float row_max(const float (&s)[SUMS_OF_TILE], int h) const { return quad_max(thread_max(s, h)); }
+    // Soft cap and ALiBi.
+    __device__ __forceinline__ void modify_scores(float (&s)[SUMS_OF_TILE], int index) const {
+#pragma unroll
+        for (int i = 0; i < SUMS_OF_TILE; i++) {
+            if (!is_of_row(i)) continue;
+            int h = i / 2 % 2, t = index * TILE + token_of(i / 4, i % 2, lane);
+            if (p.softcap_inner != 0.0f) s[i] = softcap(s[i], p.softcap_inner, p.softcap_outer);
+            if (p.alibi_slopes) s[i] = s[i] + rows.slope[h] * (float)(t - rows.position[h]);
+        }
+    }
+
+    // ---- states ----
+
+    // The elements of a thread's rows by vectors: the n-th of the i-th.
+    static constexpr int VECTORS = ELEMENTS * THREAD_ROWS / 8;
+    DEVICE constexpr int element(int i, int n) { return THREAD_ROWS == 2 ? 4 * i + n : 8 * i + n / 2 * 4 + n % 2; }
+
+    // Merges the state in registers into the one before it, whose elements `load` gives: the result is in registers.
+    template <class Load> __device__ __forceinline__ void merge_behind(float (&before_m)[2], float (&before_l)[2], Load load) {
+        MergeScale w[2];
+#pragma unroll
+        for (int h = 0; h < THREAD_ROWS; h++) {
+            w[h] = merge_scale(before_m[h], before_l[h], make_float2(m[h], l[h]), false);
+            m[h] = before_m[h];
+            l[h] = before_l[h];
+        }
+#pragma unroll
+        for (int i = 0; i < VECTORS; i++) {
+            float4 x = load(i);
+            float before[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+            for (int n = 0; n < 4; n++) {
+                const int at = element(i, n);
+                merge(before[n], o[at], w[at / 2 % 2], false);
+                o[at] = before[n];
+            }
+        }
+    }
+    template <class Store> __device__ __forceinline__ void store_state(Store store) const {
+#pragma unroll
+        for (int i = 0; i < VECTORS; i++) store(i, {o[element(i, 0)], o[element(i, 1)], o[element(i, 2)], o[element(i, 3)]});
+    }
+};

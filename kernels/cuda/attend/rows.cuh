@@ -1,0 +1,87 @@
+// A warp's query rows of a work item: the tokens they see, their queries, and the score modifiers.
+#pragma once
+#include "attend/value.cuh"
+#include "attend/split_kv/work.cuh"
+
+// By row group and column.
+struct Rows {
+    int start[ROW_GROUPS][2], end[ROW_GROUPS][2];  // tokens that a row sees
+    float slope[ROW_GROUPS][2];
+    int position[ROW_GROUPS][2];
+    int tile[ROW_GROUPS][2];  // from which its window counts
+
+    template <class Take> DEVICE void each(Take take) {
+#pragma unroll
+        for (int g = 0; g < ROW_GROUPS; g++)
+#pragma unroll
+            for (int e = 0; e < 2; e++) take(g, e);
+    }
+    // Whether all rows of the warp see all tokens of the tile that starts at t0.
+    __device__ __forceinline__ bool see_all(int t0) const {
+        bool full = true;
+        each([&](int g, int e) { full &= start[g][e] <= t0 && t0 + TILE <= end[g][e]; });
+        return __all_sync(~0u, full);
+    }
+    __device__ __forceinline__ bool sees(int g, int e, int t) const { return t >= start[g][e] && t < end[g][e]; }
+};
+
+DEVICE Rows visible(const DecodeParams& p, const Work& work, int kv_head, int warp_row, int lane) {
+    Rows rows;
+    QueryBlock queries = query_block(p, work.b);
+    int first = first_position(p, queries, work.kv_len);
+    Rows::each([&](int g, int e) {
+        int r = work.row_block * ROWS + warp_row + g * 8 + 2 * (lane % 4) + e;
+        bool real = r < p.heads_per_kv * queries.tokens;
+        int i = (u32)r / p.heads_per_kv_divmod, position = first + i;
+        // Rows that fill up the tile see everything, so that they never make a full tile look masked.
+        rows.end[g][e] = !real ? 0x7fffffff : p.causal ? min(max(position + 1, 0), work.kv_len) : work.kv_len;
+        rows.start[g][e] = !HAS_SCORE_MODS || !real || p.window_left < 0 ? 0 : min(max(position - p.window_left, 0), rows.end[g][e]);
+        rows.slope[g][e] = HAS_SCORE_MODS && real && p.alibi_slopes ? p.alibi_slopes[(kv_head - i) * p.heads_per_kv + r] : 0.0f;
+        rows.position[g][e] = position;
+        rows.tile[g][e] = !real ? 0x7fffffff : max(p.causal ? position : last_position(p, queries, work.kv_len), 0) / TILE;
+    });
+    return rows;
+}
+
+DEVICE void load_query(const DecodeParams& p, const Work& work, int kv_head, int warp_row, int lane, Query& q) {
+#pragma unroll
+    for (int g = 0; g < ROW_GROUPS; g++) {
+        float x[PANELS][4], largest = load_row(query_row(p, work, kv_head, warp_row + g * 8 + lane / 4), lane, x);
+        if constexpr (INTEGER) quantize(q, g, x, largest, lane);
+        else quantize_float(q, g, x, largest, lane);
+    }
+}
+
+// A warp's rows of a work item, and their queries.
+struct ItemRows {
+    Rows rows;
+    Query q;
+};
+
+// Soft cap and ALiBi; scores are complete then. `first`: the token of the lane's first score.
+template <int SCORES> DEVICE void apply_score_mods(const DecodeParams& p, const Rows& rows, int first, float (&s)[ROW_GROUPS][SCORES]) {
+#pragma unroll
+    for (int g = 0; g < ROW_GROUPS; g++)
+#pragma unroll
+        for (int n = 0; n < SCORES; n++) {
+            float x = s[g][n];
+            int e = n % 2, t = first + token_of(n);
+            if (p.softcap_inner != 0.0f) x = softcap(x, p.softcap_inner, p.softcap_outer);
+            if (p.alibi_slopes) x = x + rows.slope[g][e] * (float)(t - rows.position[g][e]);
+            s[g][n] = x;
+        }
+}
+
+// The scores of tokens that a row does not see become -inf, whatever they were; `full`: the rows see all.
+template <int SCORES> DEVICE Hidden mask(const Rows& rows, int first, bool full, float (&s)[ROW_GROUPS][SCORES]) {
+    Hidden hidden = {};
+    if (full) return hidden;
+#pragma unroll
+    for (int g = 0; g < ROW_GROUPS; g++)
+#pragma unroll
+        for (int n = 0; n < SCORES; n++) {
+            if (!rows.sees(g, n % 2, first + token_of(n))) s[g][n] = MINUS_INFINITY;
+            hidden.scores[g] |= s[g][n] > MINUS_INFINITY ? 0 : 1u << n;
+        }
+    return hidden;
+}

@@ -1,0 +1,90 @@
+// check.cu: checks the device inputs of a decode or append launch, and reports the first one that would be fatal (ATTN_CHECK=1).
+//
+// Grid      (batch), of slots (1); 128 threads.
+// Reads     kv_lens, tokens_after, page table, residual pages, sinks, queries, positions of appended tokens; or slots, their residual pages and their
+//           tokens' positions; or cu_seqlens_q.
+// Writes    report: {kind, index, value, limit}; kind 0 if all inputs are allowed.
+// Shared    none.
+// Host      attn-cuda/src/native/mod.rs::check; parameters in kernels/src/cuda/params.rs.
+
+#include "common/dtype.cuh"
+#include "common/params.h"
+
+enum { OK, KV_LEN, PAGE, RESIDUAL_PAGE, QUERY, SINK, SLOT, POSITION, QUERY_START, TOKENS_AFTER };
+constexpr int SPAN_TOKENS = 1024;  // shards but the last are of whole spans
+
+__device__ void report(int* to, int kind, int index, int value, int limit) {
+    if (atomicCAS(to, OK, kind) == OK) to[1] = index, to[2] = value, to[3] = limit;
+}
+
+__device__ int clipped(long long x) { return x < -0x7fffffff ? -0x7fffffff : x < 0x7fffffff ? (int)x : 0x7fffffff; }
+
+__device__ void check_position(const CheckParams& c, int token, long long at) {
+    if (at < 0 || at >= c.num_positions) report(c.report, POSITION, token, clipped(at), clipped(c.num_positions));
+}
+
+__device__ void check_slots(const DecodeParams& p, const CheckParams& c) {
+    for (int i = threadIdx.x; i < c.query_tokens; i += blockDim.x) {
+        const long long slot = c.slots[i];
+        if (slot >= (long long)c.num_pages * c.page_size) report(c.report, SLOT, i, clipped(slot), (int)c.num_pages);
+        // A token without a slot may have no position, either.
+        if (slot >= 0 && c.positions != nullptr) check_position(c, i, c.positions[i]);
+        if (slot < 0 || p.residual_pages == nullptr) continue;
+        const unsigned int page = p.residual_pages[i];
+        if (page >= c.num_pages && page != ~0u) report(c.report, RESIDUAL_PAGE, i, (int)page, (int)c.num_pages);
+    }
+}
+
+extern "C" __global__ void attn_check(const __grid_constant__ DecodeParams p, const __grid_constant__ CheckParams c) {
+    if (c.slots != nullptr) {
+        check_slots(p, c);
+        return;
+    }
+    if (c.cu_seqlens_q != nullptr) {
+        const int at = blockIdx.x, begin = c.cu_seqlens_q[at], end = c.cu_seqlens_q[at + 1];
+        const bool begins = begin >= 0 && begin <= c.query_tokens;
+        if (threadIdx.x == 0 && !(begins && end >= begin && end <= c.query_tokens)) report(c.report, QUERY_START, begins ? at + 1 : at, begins ? end : begin, c.query_tokens);
+        return;
+    }
+    const int b = blockIdx.x, len = p.kv_lens[b];
+    if (len < c.min_kv_len || len > c.max_kv_len) {
+        if (threadIdx.x == 0) report(c.report, KV_LEN, b, len, c.max_kv_len);
+        return;
+    }
+    const int appended = c.min_kv_len;
+    for (int i = threadIdx.x; c.num_positions > 0 && i < appended; i += blockDim.x) {
+        const int token = b * appended + i;
+        check_position(c, token, c.positions != nullptr ? c.positions[token] : len - appended + i);
+    }
+    if (p.tokens_after != nullptr) {
+        const int after = p.tokens_after[b];
+        const bool is_shard = after >= 0 && (after == 0 || len % SPAN_TOKENS == 0);
+        if (threadIdx.x == 0 && !is_shard) report(c.report, TOKENS_AFTER, b, after, len);
+    }
+    if (c.page_size > 0) {
+        const int pages = (len + c.page_size - 1) / c.page_size;
+        if (pages > p.page_table_stride) {
+            if (threadIdx.x == 0) report(c.report, KV_LEN, b, len, p.page_table_stride * c.page_size);
+            return;
+        }
+        for (int i = threadIdx.x; i < pages; i += blockDim.x) {
+            const unsigned int page = p.page_table[(long long)b * p.page_table_stride + i];
+            if (page >= c.num_pages) report(c.report, PAGE, b * p.page_table_stride + i, (int)page, (int)c.num_pages);
+        }
+        const int ring = (int)p.residual_ring;
+        for (int i = (pages > ring ? pages - ring : 0) + threadIdx.x; i < pages; i += blockDim.x) {
+            const int slot = b * ring + (i & (ring - 1));
+            if (p.residual_pages[slot] >= c.num_pages) report(c.report, RESIDUAL_PAGE, slot, (int)p.residual_pages[slot], (int)c.num_pages);
+        }
+    }
+    if (p.q == nullptr) return;  // append
+    for (int i = threadIdx.x; b == 0 && p.sinks != nullptr && i < p.num_q_heads; i += blockDim.x)
+        if (!(fabsf(p.sinks[i]) <= 1e6f)) report(c.report, SINK, i, __float_as_int(p.sinks[i]), 0);
+    const long long token = (long long)p.num_q_heads * c.head_dim, all = token * c.query_tokens;
+    for (long long i = (long long)b * blockDim.x + threadIdx.x; i < all; i += (long long)gridDim.x * blockDim.x) {
+        const int head = (int)(i / c.head_dim % p.num_q_heads) / p.heads_per_kv;
+        const float scale = p.k_tensor_scales ? p.k_tensor_scales[head] : 1.f;
+        const float q = element(p.q, i, p.dtype), x = q * (p.log2_scale * scale);
+        if (!(fabsf(x) <= 18446744073709551616.f)) report(c.report, QUERY, (int)i, __float_as_int(q), 0);
+    }
+}

@@ -1,0 +1,73 @@
+// dequantize.cu: writes the cached tokens of a step as pages of 64 tokens in f16, which many_rows.cu attends instead of the cache. With many
+// query rows, codes are then converted to floats once for all of them (section 11 of docs/arithmetic.md).
+//
+// Grid      (num_kv_heads, tiles of the longest sequence, batch); threads as in stored_token.cuh.
+// Macros    ATTN_K, ATTN_V, ATTN_K_GROUPS, ATTN_V_GROUPS, ATTN_K_WINDOW, ATTN_V_WINDOW, ATTN_HEAD_DIM, ATTN_PAGE, as in config.cuh.
+// Reads     pool [page][kv_head][run], kv_lens; of schemes with a window the query blocks, which say what is read with residuals.
+// Writes    pages of 64 tokens, K and V in f16: tile i of sequence b is page b * pages_each + i; if some query token reads the tile with
+//           residuals, that version is the page fine_pages behind it. Also their page table, and the scale of the f16 numbers
+//           of each KV head.
+// Numerics  those of attn-core/src/quant.rs and rotation.rs, rounded once to f16; compiled without contraction, subnormals kept.
+// Shared    V's codes of a warp's tokens, transposed.
+// Host      attn-cuda/src/native/dequantize.rs; parameters in kernels/src/cuda/params.rs.
+#include "ops/dequantized.cuh"
+#include "page/stored_token.cuh"
+
+constexpr int SIDE = TILE * HEAD_DIM * 2;  // bytes of K or V in a page of one KV head
+
+template <int SCHEME, int GROUPS, bool COLUMNS> struct WidenedToken : StoredToken<SCHEME, GROUPS, COLUMNS> {
+    using StoredToken<SCHEME, GROUPS, COLUMNS>::x;
+    using StoredToken<SCHEME, GROUPS, COLUMNS>::part;
+
+    static METHOD float number(float x) {
+        // A vector that is no longer rotated may have dims larger than all codes times scales.
+        return is_rotated(SCHEME) ? fminf(fmaxf(x, -LARGEST_HALF), LARGEST_HALF) : x;
+    }
+    // Token t of a side, by panels of eight dims.
+    METHOD void store(u8* side, int t) const {
+#pragma unroll
+        for (int j = 0; j < EACH; j++)
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                u32 word[4];
+#pragma unroll
+                for (int i = 0; i < 4; i++) word[i] = narrow_pair(number(x[j][8 * half + 2 * i]), number(x[j][8 * half + 2 * i + 1]), Dtype::F16);
+                if (LANES * j + part < PANELS) *(uint4*)(side + ((2 * (LANES * j + part) + half) * TILE + t) * 16) = {word[0], word[1], word[2], word[3]};
+            }
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(32 * WARPS) attn_dequantize(const __grid_constant__ DequantizeParams p) {
+    const int head = blockIdx.x, tile = blockIdx.y, b = blockIdx.z, warp = warp_id(), lane = threadIdx.x % 32, heads = gridDim.x;
+    write_units<ATTN_K, ATTN_V>(p);
+    const int kv_len = p.step.kv_lens[b], block = tile * TILE + warp * BLOCK;
+    if (block >= kv_len) return;
+    const u32 to = write_entry(p);
+    const auto run_of = [&](u32 page) { return p.step.k + (u64)page * (u32)p.step.page_stride + (u64)head * RUN; };
+    const int page = block / PAGE;
+    const u8* const run = run_of(p.step.page_table[(u64)b * p.step.page_table_stride + page]);
+    const bool has_fine = WINDOW && tile >= first_fine_tile(p, b, kv_len);
+    const u8* residuals = nullptr;
+    if (has_fine) residuals = run_of(p.step.residual_pages[(u64)b * p.step.residual_ring + (page & (p.step.residual_ring - 1))]);
+    // The block's tokens lie in one page, so those behind the last can be read, too.
+    typedef TurnedBlock<code_bits(ATTN_V)> Turned;
+    __shared__ Turned turned[WARPS], turned_residuals[ATTN_V_WINDOW ? WARPS : 1];
+    const u8 *const v_codes = turned[warp].fill(Turned::load(run + V_CODES, block % PAGE, lane), lane), *v_residuals = nullptr;
+    if (ATTN_V_WINDOW && has_fine) v_residuals = turned_residuals[warp].fill(Turned::load(residuals + K_RESIDUALS, block % PAGE, lane), lane);
+#pragma unroll 1
+    for (int is_fine = 0; is_fine <= has_fine; is_fine++) {
+        u8* const side = p.pages + ((u64)(to + is_fine * p.fine_pages) * heads + head) * (2 * SIDE);
+#pragma unroll 1
+        for (int i = 0; i < BLOCK; i += 32 / LANES) {
+            const int t = block + i + lane / LANES;
+            WidenedToken<ATTN_K, ATTN_K_GROUPS, false> k;
+            k.part = lane % LANES;
+            k.load<unit_of(ATTN_K)>(run, run + K_PARAMS, ATTN_K_WINDOW && is_fine ? residuals : nullptr, t % PAGE, 1.0f);
+            k.store(side, t % TILE);
+            WidenedToken<ATTN_V, ATTN_V_GROUPS, (code_bits(ATTN_V) < 16)> v;
+            v.part = lane % LANES;
+            v.load<unit_of(ATTN_V)>(v_codes, run + V_PARAMS, is_fine ? v_residuals : nullptr, t % PAGE, 1.0f);
+            v.store(side + SIDE, t % TILE);
+        }
+    }
+}

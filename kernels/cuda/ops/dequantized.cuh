@@ -1,0 +1,45 @@
+// Shared by dequantize.cu, dequantize_rows.cu and gather_pages.cu: the scale of the numbers, the table of the pages that are written, and the test
+// whether some query token reads a page with residuals.
+#pragma once
+#include "common/dtype.cuh"
+#include "common/params.h"
+
+constexpr int WRITTEN_PAGE = 64;  // tokens
+
+// The scale of the f16 numbers: with it the largest code times the largest scale is in f16's range.
+constexpr int unit_of(int scheme) { return scheme <= FP8 || scheme == INT8_TENSOR ? 1 : 128; }
+DEVICE float tensor_scale(const float* scales, int head) { return scales ? scales[head] : 1.0f; }
+
+// Writes the scales of K's and V's numbers for each KV head, by one CTA of each.
+template <int K_SCHEME, int V_SCHEME> DEVICE void write_units(const DequantizeParams& p) {
+    if (blockIdx.y != 0 || blockIdx.z != 0 || threadIdx.x != 0) return;
+    p.scales[blockIdx.x] = unit_of(K_SCHEME) * tensor_scale(p.step.k_tensor_scales, blockIdx.x);
+    p.scales[gridDim.x + blockIdx.x] = unit_of(V_SCHEME) * tensor_scale(p.step.v_tensor_scales, blockIdx.x);
+}
+// The page of the CTA's tile, which the table gets.
+DEVICE u32 write_entry(const DequantizeParams& p) {
+    const u32 page = blockIdx.z * p.pages_each + blockIdx.y;
+    if (blockIdx.x == 0 && threadIdx.x == 0) p.table[page] = page;
+    return page;
+}
+
+constexpr int WINDOW = ATTN_K_WINDOW > ATTN_V_WINDOW ? ATTN_K_WINDOW : ATTN_V_WINDOW;
+// The query tokens of a sequence.
+DEVICE int query_tokens(const DequantizeParams& p, int b) {
+    if (!p.step.query_blocks) return p.step.q_len;
+    int first = 0, end = p.num_blocks;  // of the blocks, which come sequence by sequence, and then those without tokens
+    while (first < end) {
+        const int middle = (first + end) / 2;
+        const QueryBlock block = p.step.query_blocks[middle];
+        if (block.tokens > 0 && block.sequence < b) first = middle + 1;
+        else end = middle;
+    }
+    if (first == p.num_blocks) return 0;
+    const QueryBlock block = p.step.query_blocks[first];
+    return block.sequence == b && block.tokens > 0 ? block.tokens + block.behind : 0;
+}
+// The first tile that some of a sequence's query tokens read with residuals.
+DEVICE int first_fine_tile(const DequantizeParams& p, int b, int kv_len) {
+    const int tokens = query_tokens(p, b);
+    return tokens == 0 ? 0x7fffffff : max(kv_len - (p.step.causal ? tokens : 1), 0) / WRITTEN_PAGE - WINDOW + 1;
+}
