@@ -1,6 +1,8 @@
 // Builds one kernel, ATTN_UNIT, into a shared library whose function `attn_emulate` runs it on the CPU.
 #include ATTN_UNIT
 
+using namespace attn;
+
 typedef ATTN_PARAMS Params;
 
 static const Params* params;

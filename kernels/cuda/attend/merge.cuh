@@ -1,7 +1,11 @@
 // Merging two states, and the epilogue: from a merged state to out and lse.
 #pragma once
-#include "attend/value.cuh"
-#include "attend/split_kv/work.cuh"
+#include "attend/query_blocks.cuh"
+#include "attend/rotation.cuh"
+#include "common/arithmetic.cuh"
+#include "common/dtype.cuh"
+
+namespace attn {
 
 constexpr int ROW_VECTORS = HEAD_DIM / 4;   // float4s of a row
 
@@ -46,20 +50,20 @@ struct WorkItem {
     int b, kv_head, row_block, num_partials;
     Level level;  // of the partials
 
-    __device__ __forceinline__ u64 index(const DecodeParams& p) const {
+    METHOD u64 index(const DecodeParams& p) const {
         return ((u64)b * p.num_kv_heads + kv_head) * p.row_blocks + row_block;
     }
     // Rows of the block without padding.
-    __device__ __forceinline__ int rows(const DecodeParams& p) const { return min(ROWS, p.heads_per_kv * query_block(p, b).tokens - row_block * ROWS); }
+    METHOD int rows(const DecodeParams& p) const { return min(Config::ROWS, p.heads_per_kv * query_block(p, b).tokens - row_block * Config::ROWS); }
     // The sink of a row's query head, or -inf without.
-    __device__ __forceinline__ float sink(const DecodeParams& p, int row) const {
+    METHOD float sink(const DecodeParams& p, int row) const {
         if (!p.sinks) return MINUS_INFINITY;
-        int r = row_block * ROWS + row, i = (u32)r / p.heads_per_kv_divmod;
+        int r = row_block * Config::ROWS + row, i = (u32)r / p.heads_per_kv_divmod;
         return p.sinks[kv_head * p.heads_per_kv + r - i * p.heads_per_kv];
     }
     // The row's place in Q, out and lse, or -1.
-    __device__ __forceinline__ long long row(const DecodeParams& p, int row) const {
-        int r = opaque(row_block * ROWS + row);
+    METHOD long long row(const DecodeParams& p, int row) const {
+        int r = opaque(row_block * Config::ROWS + row);
         QueryBlock queries = query_block(p, b);
         if (r >= p.heads_per_kv * queries.tokens) return -1;
         int i = (u32)r / p.heads_per_kv_divmod, head = kv_head * p.heads_per_kv + r - i * p.heads_per_kv;
@@ -70,7 +74,7 @@ struct WorkItem {
 // Where a row's (max, sum) of a partial lies, and O in as many rows: in the workspace, or among the spans of the caller's rows, where a row that
 // only fills up the block has none: -1.
 DEVICE long long partial_place(const DecodeParams& p, const WorkItem& item, int partial, int row) {
-    if constexpr (!LEAVES_SPANS) return (item.index(p) * p.max_partials + partial) * ROWS + row;
+    if constexpr (!Config::LEAVES_SPANS) return (item.index(p) * p.max_partials + partial) * Config::ROWS + row;
     long long at = item.row(p, row);
     return at < 0 ? -1 : (long long)partial * p.span_rows + at;
 }
@@ -88,20 +92,20 @@ struct Epilogue {
         return {row_at(p.out, at, HEAD_DIM, p.dtype), p.lse ? p.lse + at : nullptr, 0.0f, tensor, item.sink(p, row), p.dtype};
     }
     // Merges the sink, and writes the log-sum-exp if this is the row's first thread. Nothing seen: O is +0, and so is the result.
-    __device__ __forceinline__ void begin(float m, float l, bool first) {
+    METHOD void begin(float m, float l, bool first) {
         float alpha = 1.0f;
         if (sink > MINUS_INFINITY) alpha = merge_sink(sink, m, l);
         bool some = m > MINUS_INFINITY;
         if (first && lse) *lse = some ? log_sum(m, l) : MINUS_INFINITY;
         scale = some ? rcp(l) * alpha : 1.0f;
     }
-    __device__ __forceinline__ float4 of(const float4& o) const {
+    METHOD float4 of(const float4& o) const {
         return {o.x * scale * tensor, o.y * scale * tensor, o.z * scale * tensor, o.w * scale * tensor};
     }
-    __device__ __forceinline__ float of(float o) const { return o * scale * tensor; }
+    METHOD float of(float o) const { return o * scale * tensor; }
     // Vectors lane, lane + LANES, … of a finished row, by LANES neighbouring threads; all threads of the warp call it together.
-    template <int LANES, int N> __device__ __forceinline__ void write_row(float (&x)[N][4], int lane) const {
-        if constexpr (V_ROTATED) rotate_back<LANES>(x, lane);
+    template <int LANES, int N> METHOD void write_row(float (&x)[N][4], int lane) const {
+        if constexpr (Values::IS_ROTATED) rotate_back<LANES>(x, lane);
         if (!out) return;
         auto write = [&](int type) {
 #pragma unroll
@@ -112,7 +116,7 @@ struct Epilogue {
         else write(dtype);
     }
     // The same of a state in shared memory.
-    template <int LANES> __device__ __forceinline__ void write_state(u32 state, int lane) const {
+    template <int LANES> METHOD void write_state(u32 state, int lane) const {
         constexpr int N = (ROW_VECTORS + LANES - 1) / LANES;
         float x[N][4];
 #pragma unroll
@@ -127,7 +131,7 @@ struct Epilogue {
     }
     // Turns back a row that lies in shared memory, a word to each lane and 32 dims apart, and writes those 32 dims whose number is `first`,
     // first + step, …; several warps may share the row.
-    __device__ __forceinline__ void write_rotated(u32 row, int first, int step, int lane) const {
+    METHOD void write_rotated(u32 row, int first, int step, int lane) const {
         constexpr int COLUMNS = (HEAD_DIM + 31) / 32;
         float x[COLUMNS][1];
 #pragma unroll
@@ -138,14 +142,16 @@ struct Epilogue {
             if ((k - first) % step == 0 && k * 32 + lane < HEAD_DIM) write_final(k * 32 + lane, x[k][0]);
     }
     // Some elements of a row that is not rotated.
-    __device__ __forceinline__ void write(int vector, const float4& o) const {
+    METHOD void write(int vector, const float4& o) const {
         if (out) store_four(out, dtype, 4 * vector, of(o));
     }
-    __device__ __forceinline__ void write(int pair, const float2& o) const {
+    METHOD void write(int pair, const float2& o) const {
         if (out) store_pair(out, dtype, 2 * pair, of(o.x), of(o.y));
     }
-    __device__ __forceinline__ void write(int dim, float o) const { write_final(dim, of(o)); }
-    __device__ __forceinline__ void write_final(int dim, float x) const {
+    METHOD void write(int dim, float o) const { write_final(dim, of(o)); }
+    METHOD void write_final(int dim, float x) const {
         if (out) store_one(out, dtype, dim, x);
     }
 };
+
+}  // namespace attn

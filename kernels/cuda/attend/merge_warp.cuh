@@ -2,6 +2,8 @@
 #pragma once
 #include "attend/merge.cuh"
 
+namespace attn {
+
 // The largest of this lane and of those 1, 2, … count - 1 strides before it, in runs of `count`.
 DEVICE float running_max(float x, int stride, int count) {
 #pragma unroll
@@ -23,7 +25,7 @@ DEVICE MergeScale running_scale(float x, float& top, int stride, int count, floa
 template <int COLUMNS> struct MergedRow {
     float m, l, o[COLUMNS];
 
-    __device__ __forceinline__ void add(const MergedRow& b, const MergeScale& w, bool is_fold) {
+    METHOD void add(const MergedRow& b, const MergeScale& w, bool is_fold) {
         merge(l, b.l, w, is_fold);
 #pragma unroll
         for (int k = 0; k < COLUMNS; k++) merge(o[k], b.o[k], w, is_fold);
@@ -83,3 +85,5 @@ template <int LEVEL, int COLUMNS, int WIDTH, int APART> DEVICE MergedRow<COLUMNS
     }
     return all;
 }
+
+}  // namespace attn

@@ -3,16 +3,7 @@
 #pragma once
 #include "attend/merge_warp.cuh"
 
-// Index of this thread among those that merge together. Teams of low_latency.cu merge separately.
-DEVICE int merge_thread() {
-#ifdef ATTN_LOW_LATENCY
-    return threadIdx.x % TEAM_THREADS;
-#elif defined(ATTN_MANY_ROWS)
-    return (threadIdx.x - 128) % MERGE_THREADS;
-#else
-    return threadIdx.x;
-#endif
-}
+namespace attn {
 
 // The partials of a row to merge: from `first` (which covers those before it) to `end`.
 struct PartialRows {
@@ -26,7 +17,8 @@ struct PartialRows {
 DEVICE bool has_arrived(float2 x) { return float_bits(x.x) != 0 && float_bits(x.y) != 0; }
 DEVICE bool has_arrived(float x) { return float_bits(x) != 0; }
 DEVICE bool has_arrived(const float4& x) { return has_arrived(make_float2(x.x, x.y)) && has_arrived(make_float2(x.z, x.w)); }
-constexpr int FEW = 4;  // full states are polled only while at most this many partials are missing; before that (m, l) alone, as others still read the cache
+// Full states are polled only while at most this many partials are missing, else (m, l) alone: other CTAs still read the cache.
+constexpr int FEW = 4;
 
 // Merges a row's partials by LANES threads. They compute the scales of LANES partials side by side while the first states are loaded;
 // then each merges its own vectors of dims (float4, float2 or float) from `from` to `to`, in order, and writes the result. Tiles fold into
@@ -36,14 +28,14 @@ constexpr int FEW = 4;  // full states are polled only while at most this many p
 template <class Vector, int LANES, Level LEVEL>
 static __device__ __noinline__ void merge_partials(PartialRows partials, Epilogue epilogue, int from, int to) {
     constexpr int WIDTH = sizeof(Vector) / 4, VECTORS = WIDTH < 4 ? 1 : (HEAD_DIM / WIDTH + LANES - 1) / LANES;
-    constexpr int CHUNK = VECTORS < 4 || V_ROTATED ? VECTORS : 4, WIDEST = WIDTH < (MERGES_GLOBALLY ? 2 : 4) ? LANES : LANES / 2;
-    constexpr int BATCH = V_ROTATED && WIDEST > SPAN && WIDEST * CHUNK * WIDTH > 64 ? WIDEST / 2 : WIDEST;  // of partials; a rotation takes registers, too
+    constexpr int CHUNK = VECTORS < 4 || Values::IS_ROTATED ? VECTORS : 4, WIDEST = WIDTH < (Config::MERGES_GLOBALLY ? 2 : 4) ? LANES : LANES / 2;
+    constexpr int BATCH = Values::IS_ROTATED && WIDEST > SPAN && WIDEST * CHUNK * WIDTH > 64 ? WIDEST / 2 : WIDEST;  // of partials; a rotation takes registers, too
     constexpr int RUN = LEVEL == SPAN_STATES ? LANES : SPAN, OF_SPAN = LEVEL == TILE_VALUES ? SPAN * SPAN : SPAN;
     static_assert(LEVEL != TILE_VALUES || (LANES == 32 && BATCH % OF_SPAN == 0), "a batch has whole spans");
     const Vector ZERO = {};
     int lane = threadIdx.x % LANES;
     const float2 NO_PARTIAL = make_float2(MINUS_INFINITY, 0.0f);
-    auto load_ml = [&](int partial) { return partial < partials.end ? __ldcg(partials.ml + (u64)partial * ROWS) : NO_PARTIAL; };
+    auto load_ml = [&](int partial) { return partial < partials.end ? __ldcg(partials.ml + (u64)partial * Config::ROWS) : NO_PARTIAL; };
 #pragma unroll 1
     for (int at = from + lane; at < from + VECTORS * LANES; at += CHUNK * LANES) {
         float m = MINUS_INFINITY, l = 0.0f;
@@ -52,8 +44,8 @@ static __device__ __noinline__ void merge_partials(PartialRows partials, Epilogu
         for (int k = 0; k < CHUNK; k++) o[k] = ZERO;
 #pragma unroll 1
         for (int base = partials.first; base < partials.end; base += LANES) {
-            bool awaits = MERGES_GLOBALLY && partials.ml, awaits_ml = awaits && base + lane < partials.end;
-            float2 mine = awaits_ml ? make_float2(0.0f, 0.0f) : MERGES_GLOBALLY ? NO_PARTIAL : load_ml(base + lane);
+            bool awaits = Config::MERGES_GLOBALLY && partials.ml, awaits_ml = awaits && base + lane < partials.end;
+            float2 mine = awaits_ml ? make_float2(0.0f, 0.0f) : Config::MERGES_GLOBALLY ? NO_PARTIAL : load_ml(base + lane);
             float top = mine.x;  // the running maximum over the segment's tiles, the span's segments, or all spans
             MergeScale w, of_segment;
             Vector span[CHUNK];
@@ -66,17 +58,17 @@ static __device__ __noinline__ void merge_partials(PartialRows partials, Epilogu
                 auto each = [&](auto take) {
 #pragma unroll
                     for (int i = 0; i < BATCH; i++) {
-                        Vector* of_partial = (Vector*)(partials.states + (u64)min(base + u0 + i, partials.end - 1) * (ROWS * HEAD_DIM));
+                        Vector* of_partial = (Vector*)(partials.states + (u64)min(base + u0 + i, partials.end - 1) * (Config::ROWS * HEAD_DIM));
 #pragma unroll
                         for (int k = 0; k < CHUNK; k++) take(i, k, of_partial + min(at + k * LANES, to - 1));
                     }
                 };
-                if constexpr (MERGES_GLOBALLY) {
+                if constexpr (Config::MERGES_GLOBALLY) {
                     // The first look and the next ones are the same instructions: those that a launch needs once arrive slowly.
                     each([&](int i, int k, Vector*) { x[i][k] = ZERO; });
 #pragma unroll 1
                     for (bool few = true;;) {
-                        if (awaits_ml && !has_arrived(mine)) mine = load_relaxed(partials.ml + (u64)(base + lane) * ROWS);
+                        if (awaits_ml && !has_arrived(mine)) mine = load_relaxed(partials.ml + (u64)(base + lane) * Config::ROWS);
                         if (few) each([&](int i, int k, Vector* p) { if (awaits && !has_arrived(x[i][k])) x[i][k] = load_relaxed(p); });
                         u32 missing = __ballot_sync(~0u, awaits_ml && !has_arrived(mine));
                         bool all = missing == 0;
@@ -90,7 +82,7 @@ static __device__ __noinline__ void merge_partials(PartialRows partials, Epilogu
                     each([&](int i, int k, Vector* p) { x[i][k] = __ldcg(p); });
                 }
                 if (u0 == 0) {
-                    if (MERGES_GLOBALLY) top = mine.x;
+                    if (Config::MERGES_GLOBALLY) top = mine.x;
 #pragma unroll
                     for (int i = 1; i < RUN; i *= 2) {
                         float other = __shfl_up_sync(~0u, top, i, LANES);
@@ -146,11 +138,11 @@ static __device__ __noinline__ void merge_partials(PartialRows partials, Epilogu
             if (LEVEL == SPAN_STATES) m = __shfl_sync(~0u, top, LANES - 1, LANES);
         }
         epilogue.begin(m, l, at == 0);
-        if constexpr (V_ROTATED && WIDTH == 1) {
+        if constexpr (Values::IS_ROTATED && WIDTH == 1) {
 #pragma unroll
             for (int k = 0; k < CHUNK; k++)
                 if (at + k * LANES < to) sts32(partials.rotated + (at + k * LANES) * 4, float_bits(epilogue.of(o[k])));
-        } else if constexpr (V_ROTATED) {
+        } else if constexpr (Values::IS_ROTATED) {
             float x[CHUNK][4];
 #pragma unroll
             for (int k = 0; k < CHUNK; k++) {
@@ -171,11 +163,11 @@ static __device__ __noinline__ void merge_partials(PartialRows partials, Epilogu
 
 template <class Vector, int LANES> DEVICE void merge_row(const DecodeParams& p, const WorkItem& item, int first, int row, u32 rotated, int from, int to) {
     u64 partial = item.index(p) * p.max_partials;
-    float2* ml = MERGES_GLOBALLY && row >= item.rows(p) ? nullptr : p.partial_max_sum + partial * ROWS + row;
-    PartialRows partials = {p.partial_o + (partial * ROWS + row) * HEAD_DIM, ml, first, item.num_partials, rotated};
+    float2* ml = Config::MERGES_GLOBALLY && row >= item.rows(p) ? nullptr : p.partial_max_sum + partial * Config::ROWS + row;
+    PartialRows partials = {p.partial_o + (partial * Config::ROWS + row) * HEAD_DIM, ml, first, item.num_partials, rotated};
     Epilogue epilogue = Epilogue::at(p, item, row);
     // Tiles are few, and merged by slices.
-    if constexpr (MERGES_GLOBALLY && LANES == 32)
+    if constexpr (Config::MERGES_GLOBALLY && LANES == 32)
         if (item.level == TILE_VALUES) return merge_partials<Vector, LANES, TILE_VALUES>(partials, epilogue, from, to);
     if (item.level == SEGMENT_STATES) merge_partials<Vector, LANES, SEGMENT_STATES>(partials, epilogue, from, to);
     else merge_partials<Vector, LANES, SPAN_STATES>(partials, epilogue, from, to);
@@ -183,22 +175,17 @@ template <class Vector, int LANES> DEVICE void merge_row(const DecodeParams& p, 
 
 // Merges all of a work item's partials by one CTA, or team.
 DEVICE void merge_all_rows(const DecodeParams& p, const WorkItem& item, int first) {
-    constexpr int LANES = MERGE_THREADS / ROWS;
-    merge_row<float4, LANES>(p, item, first, merge_thread() / LANES, 0, 0, ROW_VECTORS);
+    constexpr int LANES = Config::MERGE_THREADS / Config::ROWS;
+    merge_row<float4, LANES>(p, item, first, Config::merge_thread() / LANES, 0, 0, ROW_VECTORS);
 }
 
 // ---- many partials: several CTAs merge them ----
 
 // One CTA would read all of them at the 50 GB/s of its loads in flight, for half of the time of a launch of one sequence. With
-// SHARED_PARTIALS or more, CTAs claim slices of rows to merge when they increment the arrival count, and wait for it to be complete; the
+// Config::SHARED_PARTIALS or more, CTAs claim slices of rows to merge when they increment the arrival count, and wait for it to be complete; the
 // last arrival merges unclaimed slices. No CTA requires co-residency: after SPIN_LIMIT spins it withdraws its claims.
 
-#ifdef ATTN_MANY_ROWS
-constexpr int SHARED_PARTIALS = 2;
-#else
-constexpr int SHARED_PARTIALS = 12;  // from how many partials on
-#endif
-constexpr int SLICES = 8, SLICE_ROWS = ROWS / SLICES;
+constexpr int SLICES = 8, SLICE_ROWS = Config::ROWS / SLICES;
 constexpr u32 COUNT_MASK = 0xfff, ALL_SLICES = ~0u;
 constexpr int FIRST_SHIFT = 12, SLICES_SHIFT = 24;
 #ifndef ATTN_SPIN_LIMIT  // loads of the count before a CTA withdraws its claims; the emulation has fewer
@@ -210,9 +197,9 @@ constexpr int FIRST_SHIFT = 12, SLICES_SHIFT = 24;
 struct ArrivalCount {
     u32 bits;
     DEVICE u32 of(u32 partials, u32 first, u32 slices) { return partials | first << FIRST_SHIFT | slices << SLICES_SHIFT; }
-    __device__ __forceinline__ u32 partials() const { return bits & COUNT_MASK; }
-    __device__ __forceinline__ u32 first() const { return bits >> FIRST_SHIFT & 0xfff; }
-    __device__ __forceinline__ u32 slices() const { return bits >> SLICES_SHIFT; }
+    METHOD u32 partials() const { return bits & COUNT_MASK; }
+    METHOD u32 first() const { return bits >> FIRST_SHIFT & 0xfff; }
+    METHOD u32 slices() const { return bits >> SLICES_SHIFT; }
 };
 
 // The slices that have rows.
@@ -221,7 +208,7 @@ DEVICE u32 slices_of(const DecodeParams& p, const WorkItem& item) {
 }
 // The slices for a CTA with partials from `from` to `end`.
 DEVICE u32 slices_for(const DecodeParams& p, const WorkItem& item, int from, int end) {
-    if (item.num_partials < SHARED_PARTIALS && item.level != TILE_VALUES) return 0;
+    if (item.num_partials < Config::SHARED_PARTIALS && item.level != TILE_VALUES) return 0;
     u32 slices = 0;
 #pragma unroll
     for (int slice = 0; slice < SLICES; slice++) {
@@ -268,17 +255,17 @@ struct Mergers {
     u32 row;  // float [HEAD_DIM, to a multiple of 32]
     int barrier_id;
 
-    __device__ __forceinline__ void barrier() const {
-        if (V_ROTATED) barrier_of<MERGE_THREADS>(barrier_id);
+    METHOD void barrier() const {
+        if (Values::IS_ROTATED) barrier_of<Config::MERGE_THREADS>(barrier_id);
     }
 };
 
 DEVICE void merge_slices(const DecodeParams& p, const WorkItem& item, const Mergers& mergers, int first, u32 slices) {
     // Two dims per lane where one would give a warp several columns: columns in a row take 2 µs more of 28. Rows that are rotated come one by one.
-    constexpr int ROWS_AT_ONCE = V_ROTATED ? 1 : SLICE_ROWS, WARPS = MERGE_THREADS / 32;
-    constexpr bool PAIRS = !V_ROTATED && SLICE_ROWS * (HEAD_DIM / 32) > WARPS && HEAD_DIM % 64 == 0;
+    constexpr int ROWS_AT_ONCE = Values::IS_ROTATED ? 1 : SLICE_ROWS, WARPS = Config::MERGE_THREADS / 32;
+    constexpr bool PAIRS = !Values::IS_ROTATED && SLICE_ROWS * (HEAD_DIM / 32) > WARPS && HEAD_DIM % 64 == 0;
     constexpr int WIDTH = PAIRS ? 2 : 1, COLUMNS = (HEAD_DIM / WIDTH + 31) / 32;  // of a row
-    int warp = merge_thread() / 32;
+    int warp = Config::merge_thread() / 32;
     mergers.barrier();  // warps of the team may still use the place for their last tile
 #pragma unroll 1
     for (; slices; slices &= slices - 1) {
@@ -292,7 +279,7 @@ DEVICE void merge_slices(const DecodeParams& p, const WorkItem& item, const Merg
                 else merge_row<float, 32>(p, item, first, of_row, mergers.row, from, HEAD_DIM / WIDTH);
             }
             mergers.barrier();
-            if (V_ROTATED) Epilogue::at(p, item, row).write_rotated(mergers.row + merge_thread() % 32 * 4, warp, WARPS, merge_thread() % 32);
+            if (Values::IS_ROTATED) Epilogue::at(p, item, row).write_rotated(mergers.row + Config::merge_thread() % 32 * 4, warp, WARPS, Config::merge_thread() % 32);
             mergers.barrier();  // before the place is another row's
         }
     }
@@ -303,3 +290,5 @@ DEVICE void merge_arrived(const DecodeParams& p, const WorkItem& item, const Mer
     if (arrival.slices == ALL_SLICES) merge_all_rows(p, item, arrival.last - 1);
     else merge_slices(p, item, mergers, arrival.last - 1, arrival.slices);
 }
+
+}  // namespace attn

@@ -1,9 +1,10 @@
 // Section 2 of docs/arithmetic.md: the Hadamard rotation of a row that several threads have in registers.
 #pragma once
-#include "attend/config.cuh"
+#include "common/ptx.cuh"
+#include "page/instance.cuh"
 
-// Elements of one block: the largest power of two that divides a row.
-constexpr int ROTATED_BLOCK = HEAD_DIM & -HEAD_DIM;
+namespace attn {
+
 constexpr int rotation_halvings() {
     int log = 0;
     while (1 << log < ROTATED_BLOCK) log++;
@@ -37,3 +38,5 @@ template <int LANES, int N, int W> DEVICE void rotate_back(float (&x)[N][W], int
 #pragma unroll
         for (int i = 0; i < W; i++) x[k][i] = x[k][i] * FACTOR;
 }
+
+}  // namespace attn

@@ -1,11 +1,10 @@
 // The scalar functions of docs/arithmetic.md. Compiled with -fmad=false -ftz=true: what is written is what is rounded, and
 // fmaf stands only where the product is exact.
 #pragma once
-#include "common/ptx.cuh"
+#include "common/tile.cuh"
 
-constexpr int TILE = 64;            // tokens
-constexpr int SEGMENT_SHIFT = 2, SPAN_SHIFT = 4;  // log2 of their tiles
-constexpr int SPAN = 4;             // segments
+namespace attn {
+
 constexpr float MAGIC = 12582912.0f;  // 1.5·2^23: adding it rounds to an integer, half to even
 constexpr u32 MAGIC_BITS = 0x4B400000u;
 #define MINUS_INFINITY bits_float(0xFF800000u)  // NVRTC has no constexpr name for it
@@ -14,9 +13,6 @@ constexpr u32 EXP2W_C0 = 0x3F7FFB48, EXP2W_C1 = 0x3F317982, EXP2W_C2 = 0x3E786F4
 // A weight p < 2 rides in this number's low bits: 23 of them are p·2^22, rounded.
 constexpr float WEIGHT_BASE = 2.0f;
 constexpr u32 WEIGHT_BASE_BITS = 0x40000000u;
-
-// Runs of 2^shift tiles; none are one, as an empty sequence still gets its zeros.
-DEVICE int runs_of(int num_tiles, int shift) { return (max(num_tiles, 1) - 1 >> shift) + 1; }
 
 DEVICE float exp2i(int k) { return bits_float((u32)(k + 127) << 23); }
 DEVICE int exponent(float x) { return (int)(float_bits(x) >> 23 & 255) - 127; }
@@ -102,3 +98,5 @@ DEVICE float log_sum(float m, float l) {
     y = y * u;
     return ((m + (float)(i >> 23)) + y) * bits_float(0x3F317218);
 }
+
+}  // namespace attn

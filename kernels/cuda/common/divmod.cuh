@@ -4,5 +4,9 @@
 
 #include "common/params.h"
 
+namespace attn {
+
 DEVICE unsigned int operator/(unsigned int n, const FastDivmod& d) { return __umulhi(2 * n, d.multiplier) >> d.shift; }
 DEVICE unsigned int ceil_div(unsigned int n, const FastDivmod& d) { return (n + d.divisor - 1) / d; }
+
+}  // namespace attn

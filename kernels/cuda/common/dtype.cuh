@@ -3,6 +3,8 @@
 #pragma once
 #include "common/ptx.cuh"
 
+namespace attn {
+
 namespace Dtype {
 enum { F32, F16, BF16 };
 }
@@ -71,3 +73,5 @@ template <int N> DEVICE void store_quad_row(u8* row, int dtype, const float (&x)
     for (int j = N / 4 * 4; j < N; j++)
         if (row) *(u32*)(row + 16 * j + 4 * c) = narrow_pair(x[j][0], x[j][1], dtype);
 }
+
+}  // namespace attn

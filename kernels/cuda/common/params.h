@@ -1,6 +1,9 @@
 // The parameter blocks of the kernels. Generated from kernels/src/cuda/params.rs: edit that file, then run
 // `ATTN_UPDATE=1 cargo test -p attn-kernels`.
 #pragma once
+#include "common/ptx.cuh"
+
+namespace attn {
 
 // How K or V is stored: the values of ATTN_K and ATTN_V.
 enum Scheme { F16, BF16, FP8, INT8_TOKEN, INT8_GROUP, INT8_TENSOR, INT4, ROTATED_INT8, ROTATED_INT4 };
@@ -257,3 +260,5 @@ struct ReadParams {
     unsigned int* sink;                        // One word, written if the bytes cancel out.
 };
 static_assert(sizeof(ReadParams) == 24, "params.rs");
+
+}  // namespace attn

@@ -1,12 +1,16 @@
 // One function for each instruction that C++ has no name for; nothing here is about attention.
 #pragma once
 
+namespace attn {
+
 typedef unsigned char u8;
 typedef unsigned short u16;
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
+// Functions; and functions of an object.
 #define DEVICE static __device__ __forceinline__
+#define METHOD __device__ __forceinline__
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 #define ATTN_BULK 1  // the bulk copy engine
@@ -410,3 +414,5 @@ DEVICE void copy_box(u32 to, const void* map, int x, int y, int z, int w, u32 ba
 DEVICE void fence_async() {}  // threads copy, and products read as threads do
 DEVICE void prefetch_bulk(const void*, u32) {}
 #endif
+
+}  // namespace attn

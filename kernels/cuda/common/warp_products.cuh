@@ -3,6 +3,8 @@
 #pragma once
 #include "common/ptx.cuh"
 
+namespace attn {
+
 // The address in 32 bits, then the distances in 14 each, then log2 of a swizzle's chunks.
 DEVICE u64 matrices(u32 at, u32 along, u32 across = 128) { return (u64)(across << 14 | along) << 32 | at; }
 template <int SWIZZLE> DEVICE u64 swizzled_matrices(u32 at, u32 along, u32 across = 8 * SWIZZLE) {
@@ -29,15 +31,15 @@ DEVICE void load_left(u32 (&a)[4], u64 of) {
 template <bool TURNED> struct RightOperand {
     u32 at, along, across, chunks;  // at: of this lane's row in the first four; chunks: of 16 bytes, that a swizzle spans
 
-    __device__ __forceinline__ explicit RightOperand(u64 of) : along(of >> 32 & 0x3fff), across(of >> 46 & 0x3fff), chunks(1 << (of >> 60)) {
+    METHOD explicit RightOperand(u64 of) : along(of >> 32 & 0x3fff), across(of >> 46 & 0x3fff), chunks(1 << (of >> 60)) {
         u32 lane = threadIdx.x % 32;
         at = (u32)of + lane % 8 * chunks * 16;
         // Of swizzled rows chunks lie side by side, and `across` is from eight rows to the next.
         if (chunks == 1) at += (lane & 8 ? along : 0) + (lane & 16 ? across : 0);
         else at = swizzled(at + (lane & (TURNED ? 8 : 16) ? across : 0)) ^ (lane & (TURNED ? 16 : 8) ? 16 : 0);
     }
-    __device__ __forceinline__ u32 swizzled(u32 row) const { return row ^ (row >> 7 & chunks - 1) << 4; }
-    __device__ __forceinline__ void load(u32 (&b)[4], int j) const {
+    METHOD u32 swizzled(u32 row) const { return row ^ (row >> 7 & chunks - 1) << 4; }
+    METHOD void load(u32 (&b)[4], int j) const {
         u32 from = TURNED && chunks > 1 ? (at ^ j % chunks * 16) + j / chunks * along : at + j * across;
         if constexpr (TURNED) ldmatrix_x4_trans(b, from);
         else ldmatrix_x4(b, from);
@@ -99,3 +101,5 @@ template <bool IS_BF16, bool B_TURNED> struct FloatProducts {
         multiply(d, left, b, adds);
     }
 };
+
+}  // namespace attn

@@ -5,6 +5,8 @@
 #pragma once
 #include "common/ptx.cuh"
 
+namespace attn {
+
 // Matrices in shared memory: `along`, bytes from one matrix to the next along the depth, and `across`, along the columns (of a: its rows).
 DEVICE u64 matrices(u32 at, u32 along, u32 across = 128) { return (u64)(at >> 4 & 0x3fff) | (u64)(along >> 4) << 16 | (u64)(across >> 4) << 32; }
 // Those of rows of SWIZZLE bytes side by side, which the copy engine wrote: the 16-byte chunks of neighbouring rows lie in different banks. `along`: where rows lie along the
@@ -103,3 +105,5 @@ template <bool IS_BF16, bool B_TURNED> struct FloatProducts {
     ATTN_EACH_WIDTH(ATTN_MULTIPLY)
 #undef ATTN_MULTIPLY
 };
+
+}  // namespace attn

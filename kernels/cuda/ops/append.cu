@@ -4,21 +4,21 @@
 //           threads. With rotary positions there are query heads behind the KV heads: a warp to four; else a CTA to each of a page job.
 // Split     one token per sequence is latency alone (launch, length, page, store): a warp takes K or V of one head, a lane stores what it
 //           loaded, and shared memory is not used. With several tokens a CTA owns a page of a head.
-// Macros    ATTN_K, ATTN_V, ATTN_K_GROUPS, ATTN_V_GROUPS, ATTN_K_WINDOW, ATTN_V_WINDOW, ATTN_HEAD_DIM, ATTN_PAGE, as in config.cuh; ATTN_ROTARY: K is
-//           rotated by its position before it is encoded, and queries beside it.
+// Instance  page/instance.cuh; ATTN_ROTARY: whether K is rotated by its position before it is encoded, and queries beside it.
 // Reads     k, v [token][num_kv_heads][head_dim], f32, f16 or bf16; kv_lens, which count the new tokens already, or slots; positions, cos_sin, q.
 // Writes    pool [page][kv_head][run]: home pages, and the residual pages of each sequence's last pages; q_out.
 // Numerics  page/token.cuh; compiled without contraction, subnormals kept.
 // Host      attn-cuda/src/native/append.rs; parameters in kernels/src/cuda/params.rs.
-#include "page/token.cuh"
 #include "ops/rotary.cuh"
+#include "page/token.cuh"
 
-constexpr int V_BITS = code_bits(ATTN_V);
-typedef Token<ATTN_K, ATTN_K_GROUPS, false> KToken;
-typedef Token<ATTN_V, ATTN_V_GROUPS, (V_BITS < 16)> VToken;
+namespace attn {
+
+typedef Token<Keys::SCHEME, Keys::GROUPS, false> KToken;
+typedef Token<Values::SCHEME, Values::GROUPS, (Values::BITS < 16)> VToken;
 
 DEVICE u8* run_of(const AppendParams& p, u32 page, int head) {
-    return p.pool + page * p.page_stride + (u32)head * RUN;
+    return p.pool + page * p.page_stride + (u32)head * Run::BYTES;
 }
 DEVICE u32 page_of(const AppendParams& p, int b, u32 page) { return p.page_table[(long long)b * p.page_table_stride + page]; }
 constexpr u32 NO_PAGE = ~0u;  // in the slot of a page that keeps no residuals
@@ -37,7 +37,7 @@ struct Place {
 };
 
 DEVICE Place place_of(const AppendParams& p, int b, u32 page, u32 t, int head, bool keeps_residuals) {
-    constexpr bool HAS_WINDOW = ATTN_K_WINDOW || ATTN_V_WINDOW;
+    constexpr bool HAS_WINDOW = Keys::WINDOW || Values::WINDOW;
     u8* residuals = nullptr;
     if (HAS_WINDOW && keeps_residuals) {
         u32 residual_page = residual_page_of(p, b, page);
@@ -53,12 +53,12 @@ DEVICE void load_v(const AppendParams& p, VToken& v, long long token, int head, 
     v.load(p.v, p.dtype, p.v_token_stride, token * p.v_token_stride + (long long)head * HEAD_DIM, lane);
 }
 DEVICE void store_k(const KToken& k, const Place& to, int lane) {
-    k.store(to.run, to.run + K_PARAMS, to.t, lane, to.joins_codes);
-    if (ATTN_K_WINDOW && to.residuals) k.store_residuals(to.residuals, to.t, lane, to.joins_residuals);
+    k.store(to.run, to.run + Run::K_PARAMS, to.t, lane, to.joins_codes);
+    if (Keys::WINDOW && to.residuals) k.store_residuals(to.residuals, to.t, lane, to.joins_residuals);
 }
 DEVICE void store_v(const VToken& v, const Place& to, int lane) {
-    v.store(to.run + V_CODES, to.run + V_PARAMS, to.t, lane, false);
-    if (ATTN_V_WINDOW && to.residuals) v.store_residuals(to.residuals + K_RESIDUALS, to.t, lane, false);
+    v.store(to.run + Run::V_CODES, to.run + Run::V_PARAMS, to.t, lane, false);
+    if (Values::WINDOW && to.residuals) v.store_residuals(to.residuals + Run::V_RESIDUALS, to.t, lane, false);
 }
 
 // ---- one token per sequence ----
@@ -70,15 +70,15 @@ struct Key {
 
     METHOD void load(const AppendParams& p, long long token, int head, int lane) {
         load_k(p, k, token, head, lane);
-        if constexpr (ATTN_ROTARY) rotary.load_partners(p, token, head, lane);
+        if constexpr (HAS_ROTARY) rotary.load_partners(p, token, head, lane);
     }
     // The run of `to` is null if the token goes nowhere.
     METHOD void append(const AppendParams& p, const Place& to, int head, int lane) {
         if (!to.run) return;
-        if constexpr (ATTN_ROTARY)
+        if constexpr (HAS_ROTARY)
             if (!rotary.load_angles(p, to.of_sequence, lane)) return;
         k.widen();
-        if constexpr (ATTN_ROTARY) rotary.rotate(p, k, lane);
+        if constexpr (HAS_ROTARY) rotary.rotate(p, k, lane);
         k.encode(scale_of(p.k_tensor_scales, head), lane);
         store_k(k, to, lane);
     }
@@ -111,13 +111,13 @@ DEVICE bool rotates_query(const AppendParams& p, int column, int token, int of_s
     return true;
 }
 DEVICE void append_one(const AppendParams& p) {
-    if constexpr (ATTN_ROTARY)
+    if constexpr (HAS_ROTARY)
         if (rotates_query(p, blockIdx.x, blockIdx.y, p.kv_lens[blockIdx.y] - 1)) return;
     const HeadOfWarp warp = HeadOfWarp::of(blockIdx.x);
     const int b = blockIdx.y, head = warp.head;
     if (head >= p.num_kv_heads) return;
     auto place = [&] {
-        const bool has_window = warp.is_v ? ATTN_V_WINDOW : ATTN_K_WINDOW;
+        const bool has_window = warp.is_v ? Values::WINDOW : Keys::WINDOW;
         const int len = p.kv_lens[b];
         const u32 at = len - 1;
         return len <= 0 ? Place{} : place_of(p, b, at / PAGE, at % PAGE, head, has_window);
@@ -146,20 +146,20 @@ struct Slot {
 };
 
 DEVICE void append_by_slots(const AppendParams& p) {
-    if constexpr (ATTN_ROTARY)
+    if constexpr (HAS_ROTARY)
         if (rotates_query(p, blockIdx.y, blockIdx.x, 0)) return;
     const HeadOfWarp warp = HeadOfWarp::of(blockIdx.y);
     const int first = blockIdx.x, head = warp.head;
     if (head >= p.num_kv_heads) return;
-    const Slot slot = Slot::load(p, first, warp.is_v ? ATTN_V_WINDOW : ATTN_K_WINDOW);
+    const Slot slot = Slot::load(p, first, warp.is_v ? Values::WINDOW : Keys::WINDOW);
     if (warp.is_v) {
         append_v(p, first, head, warp.lane, [&] { return slot.place(p, head); });
         return;
     }
     const int eighth = first + 8;
     const bool has_eighth = KToken::SHARES_BYTES && eighth < p.tokens;
-    const Slot behind = has_eighth ? Slot::load(p, eighth, ATTN_K_WINDOW) : Slot{-1, NO_PAGE};
-    const bool goes = has_eighth && (!ATTN_ROTARY || has_position(p, eighth, 0));
+    const Slot behind = has_eighth ? Slot::load(p, eighth, Keys::WINDOW) : Slot{-1, NO_PAGE};
+    const bool goes = has_eighth && (!HAS_ROTARY || has_position(p, eighth, 0));
     Key key;
     key.load(p, first, head, warp.lane);
     Place to = slot.place(p, head);
@@ -185,7 +185,7 @@ DEVICE void append_rows(const AppendParams& p, const Job& j) {
         Key key;
         key.load(p, j.token0 + t, j.head, j.lane);
         bool joins = KToken::SHARES_BYTES && eighth < j.t1;
-        if (ATTN_ROTARY && joins) joins = has_position(p, j.token0 + eighth, j.page.of_sequence + eighth);
+        if (HAS_ROTARY && joins) joins = has_position(p, j.token0 + eighth, j.page.of_sequence + eighth);
         key.append(p, j.at(t, joins), j.head, j.lane);
     }
 }
@@ -199,7 +199,7 @@ DEVICE void append_many(const AppendParams& p) {
     j.head = blockIdx.y, j.warp = warp_id(), j.warps = blockDim.x / 32, j.lane = threadIdx.x % 32;
     j.t0 = page == first ? begin % PAGE : 0, j.t1 = page == last ? (end - 1) % PAGE + 1 : PAGE;
     j.token0 = (long long)b * p.tokens + (long long)page * PAGE - begin;
-    if (ATTN_ROTARY && j.head >= p.num_kv_heads) {
+    if (HAS_ROTARY && j.head >= p.num_kv_heads) {
         for (int t = j.t0 + j.warp; t < j.t1; t += j.warps) rotate_queries<1>(p, j.token0 + t, page * PAGE + t, j.head - p.num_kv_heads, j.lane);
         return;
     }
@@ -226,3 +226,5 @@ extern "C" __global__ void __launch_bounds__(256, 5) attn_append(const __grid_co
     else if (p.tokens == 1) append_one(p);
     else append_many(p);
 }
+
+}  // namespace attn

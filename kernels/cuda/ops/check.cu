@@ -9,9 +9,12 @@
 
 #include "common/dtype.cuh"
 #include "common/params.h"
+#include "common/tile.cuh"
+
+namespace attn {
 
 enum { OK, KV_LEN, PAGE, RESIDUAL_PAGE, QUERY, SINK, SLOT, POSITION, QUERY_START, TOKENS_AFTER };
-constexpr int SPAN_TOKENS = 1024;  // shards but the last are of whole spans
+constexpr int SPAN_TOKENS = TILE << SPAN_SHIFT;  // shards but the last are of whole spans
 
 __device__ void report(int* to, int kind, int index, int value, int limit) {
     if (atomicCAS(to, OK, kind) == OK) to[1] = index, to[2] = value, to[3] = limit;
@@ -88,3 +91,5 @@ extern "C" __global__ void attn_check(const __grid_constant__ DecodeParams p, co
         if (!(fabsf(x) <= 18446744073709551616.f)) report(c.report, QUERY, (int)i, __float_as_int(q), 0);
     }
 }
+
+}  // namespace attn

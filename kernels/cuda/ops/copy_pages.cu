@@ -10,6 +10,8 @@
 
 #include "common/params.h"
 
+namespace attn {
+
 constexpr int THREADS = 256, EACH = 4;  // vectors of 16 bytes that a thread has under way
 
 extern "C" __global__ void __launch_bounds__(THREADS) attn_copy_pages(const __grid_constant__ CopyPagesParams p) {
@@ -26,3 +28,5 @@ extern "C" __global__ void __launch_bounds__(THREADS) attn_copy_pages(const __gr
     for (int i = 0; i < EACH; i++)
         if (first + i * THREADS < end) to[first + i * THREADS] = x[i];
 }
+
+}  // namespace attn

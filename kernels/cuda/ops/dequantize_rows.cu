@@ -1,8 +1,8 @@
 // dequantize_rows.cu: writes rows of other engines, contiguous or in pages, as pages of 64 tokens; dequantize.cu does so with this library's pages.
 //
 // Grid      that of dequantize.cu; four lanes of a warp share a token.
-// Macros    ATTN_K, ATTN_V (no 4 bits or rotation; bf16 as both), ATTN_K_GROUPS, ATTN_V_GROUPS, ATTN_HEAD_DIM, ATTN_ROW_PAGE, as in config.cuh.
-// Reads     rows of ATTN_HEAD_DIM codes and their f16 scales [group], kv_lens; of pages their table.
+// Instance  page/instance.cuh; no 4 bits or rotation; bf16 as both.
+// Reads     rows of HEAD_DIM codes and their f16 scales [group], kv_lens; of pages their table.
 // Writes    pages of 64 tokens, K and V in f16, or in bf16 if the rows are: tile i of sequence b is page b * pages_each + i. Also their page
 //           table, and the scale of the f16 numbers of each KV head. Tokens past kv_len are left as they are.
 // Numerics  those of attn-core/src/quant.rs, rounded once to f16, and none of 16 bits; compiled without contraction, subnormals kept.
@@ -10,21 +10,21 @@
 // Host      attn-cuda/src/native/dequantize.rs; parameters in kernels/src/cuda/params.rs.
 #include "ops/dequantized.cuh"
 
-constexpr int TILE = WRITTEN_PAGE, WARPS = 4;
-constexpr int HEAD_DIM = ATTN_HEAD_DIM, ROW_PAGE = ATTN_ROW_PAGE, PANELS = HEAD_DIM / 16;
-constexpr int SIDE = TILE * HEAD_DIM * 2;  // bytes of K or V in a page of one KV head
+namespace attn {
+
+constexpr int WARPS = 4;
 
 // A side's rows of one KV head; `first`: the sequence, or the page.
-struct Rows {
+struct StridedRows {
     const u8* codes;
     const u16* scales;
     const long long *strides, *scale_strides;
 
-    DEVICE Rows of_head(const u8* codes, const u16* scales, const long long (&strides)[3], const long long (&scale_strides)[3], int head) {
+    DEVICE StridedRows of_head(const u8* codes, const u16* scales, const long long (&strides)[3], const long long (&scale_strides)[3], int head) {
         return {codes + head * strides[1], scales ? scales + head * scale_strides[1] : nullptr, strides, scale_strides};
     }
     // A panel of 16 dims of a row, as eight pairs of f16.
-    template <int SCHEME, int GROUPS> __device__ __forceinline__ void widen(u32 first, int place, int panel, u32 (&pairs)[8]) const {
+    template <int SCHEME, int GROUPS> METHOD void widen(u32 first, int place, int panel, u32 (&pairs)[8]) const {
         const u8* row = codes + first * strides[0] + place * strides[2];
         if constexpr (SCHEME == F16 || SCHEME == BF16) {
             const uint4 x = ((const uint4*)row)[2 * panel], y = ((const uint4*)row)[2 * panel + 1];
@@ -50,7 +50,7 @@ struct Rows {
         }
     }
     // The tile's tokens that exist, by panels of eight dims.
-    template <int SCHEME, int GROUPS> __device__ __forceinline__ void write(const DequantizeParams& p, int b, int tile, int tokens, u8* side) const {
+    template <int SCHEME, int GROUPS> METHOD void write(const DequantizeParams& p, int b, int tile, int tokens, u8* side) const {
         const int lane = threadIdx.x % 32;
 #pragma unroll
         for (int i = 0; i < TILE; i += 8 * WARPS) {
@@ -72,11 +72,13 @@ struct Rows {
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS) attn_dequantize_rows(const __grid_constant__ DequantizeParams p) {
     const int head = blockIdx.x, tile = blockIdx.y, b = blockIdx.z, heads = gridDim.x;
-    write_units<ATTN_K, ATTN_V>(p);
+    write_units(p);
     const int tokens = p.step.kv_lens[b] - tile * TILE;
     if (tokens <= 0) return;
     const u32 to = write_entry(p);
-    u8* const side = p.pages + ((u64)to * heads + head) * (2 * SIDE);
-    Rows::of_head(p.step.k, p.step.k_scales, p.step.k_strides, p.step.k_scale_strides, head).write<ATTN_K, ATTN_K_GROUPS>(p, b, tile, tokens, side);
-    Rows::of_head(p.step.v, p.step.v_scales, p.step.v_strides, p.step.v_scale_strides, head).write<ATTN_V, ATTN_V_GROUPS>(p, b, tile, tokens, side + SIDE);
+    u8* const side = p.pages + ((u64)to * heads + head) * (2 * SIDE_BYTES);
+    StridedRows::of_head(p.step.k, p.step.k_scales, p.step.k_strides, p.step.k_scale_strides, head).write<Keys::SCHEME, Keys::GROUPS>(p, b, tile, tokens, side);
+    StridedRows::of_head(p.step.v, p.step.v_scales, p.step.v_strides, p.step.v_scale_strides, head).write<Values::SCHEME, Values::GROUPS>(p, b, tile, tokens, side + SIDE_BYTES);
 }
+
+}  // namespace attn

@@ -3,18 +3,22 @@
 #pragma once
 #include "common/dtype.cuh"
 #include "common/params.h"
+#include "common/tile.cuh"
+#include "page/instance.cuh"
 
-constexpr int WRITTEN_PAGE = 64;  // tokens
+namespace attn {
+
+constexpr int SIDE_BYTES = TILE * HEAD_DIM * 2;  // of K or V in 16 bits, in a written page of one KV head
 
 // The scale of the f16 numbers: with it the largest code times the largest scale is in f16's range.
 constexpr int unit_of(int scheme) { return scheme <= FP8 || scheme == INT8_TENSOR ? 1 : 128; }
 DEVICE float tensor_scale(const float* scales, int head) { return scales ? scales[head] : 1.0f; }
 
 // Writes the scales of K's and V's numbers for each KV head, by one CTA of each.
-template <int K_SCHEME, int V_SCHEME> DEVICE void write_units(const DequantizeParams& p) {
+DEVICE void write_units(const DequantizeParams& p) {
     if (blockIdx.y != 0 || blockIdx.z != 0 || threadIdx.x != 0) return;
-    p.scales[blockIdx.x] = unit_of(K_SCHEME) * tensor_scale(p.step.k_tensor_scales, blockIdx.x);
-    p.scales[gridDim.x + blockIdx.x] = unit_of(V_SCHEME) * tensor_scale(p.step.v_tensor_scales, blockIdx.x);
+    p.scales[blockIdx.x] = unit_of(Keys::SCHEME) * tensor_scale(p.step.k_tensor_scales, blockIdx.x);
+    p.scales[gridDim.x + blockIdx.x] = unit_of(Values::SCHEME) * tensor_scale(p.step.v_tensor_scales, blockIdx.x);
 }
 // The page of the CTA's tile, which the table gets.
 DEVICE u32 write_entry(const DequantizeParams& p) {
@@ -23,7 +27,6 @@ DEVICE u32 write_entry(const DequantizeParams& p) {
     return page;
 }
 
-constexpr int WINDOW = ATTN_K_WINDOW > ATTN_V_WINDOW ? ATTN_K_WINDOW : ATTN_V_WINDOW;
 // The query tokens of a sequence.
 DEVICE int query_tokens(const DequantizeParams& p, int b) {
     if (!p.step.query_blocks) return p.step.q_len;
@@ -41,5 +44,7 @@ DEVICE int query_tokens(const DequantizeParams& p, int b) {
 // The first tile that some of a sequence's query tokens read with residuals.
 DEVICE int first_fine_tile(const DequantizeParams& p, int b, int kv_len) {
     const int tokens = query_tokens(p, b);
-    return tokens == 0 ? 0x7fffffff : max(kv_len - (p.step.causal ? tokens : 1), 0) / WRITTEN_PAGE - WINDOW + 1;
+    return tokens == 0 ? 0x7fffffff : max(kv_len - (p.step.causal ? tokens : 1), 0) / TILE - WINDOW + 1;
 }
+
+}  // namespace attn

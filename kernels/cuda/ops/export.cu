@@ -2,13 +2,15 @@
 //
 // Grid      (num_kv_heads, tiles of the longest range, batch); threads as in stored_token.cuh. Heads come first, as those of a token lie side by side in
 //           the rows that are written. Lanes that share a token fill sectors of 32 bytes.
-// Macros    ATTN_K, ATTN_V, ATTN_K_GROUPS, ATTN_V_GROUPS, ATTN_K_WINDOW, ATTN_V_WINDOW, ATTN_HEAD_DIM, ATTN_PAGE, as in config.cuh.
+// Instance  page/instance.cuh.
 // Reads     pool [page][kv_head][run]; kv_lens, which decide what is read with residuals; the ranges of tokens.
 // Writes    k, v [token][num_kv_heads][head_dim] in f32, f16 or bf16: the ranges, one behind the other.
 // Numerics  those of attn-core/src/quant.rs and rotation.rs; compiled without contraction, subnormals kept.
 // Shared    V's codes of a warp's tokens, transposed.
 // Host      attn-cuda/src/native/export.rs; parameters in kernels/src/cuda/params.rs.
 #include "page/stored_token.cuh"
+
+namespace attn {
 
 template <int SCHEME, int GROUPS, bool COLUMNS> struct ExportedToken : StoredToken<SCHEME, GROUPS, COLUMNS> {
     using StoredToken<SCHEME, GROUPS, COLUMNS>::x;
@@ -22,8 +24,8 @@ template <int SCHEME, int GROUPS, bool COLUMNS> struct ExportedToken : StoredTok
     // The whole warp stores; `row` is null in lanes whose token is not in the range.
     METHOD void store(u8* row, int dtype) const {
 #pragma unroll
-        for (int j = 0; j < EACH; j++) {
-            const u32 own = LANES * j + part, first = own & ~1u;
+        for (int j = 0; j < LANE_PANELS; j++) {
+            const u32 own = TOKEN_LANES * j + part, first = own & ~1u;
             if (dtype == Dtype::F32) {
 #pragma unroll
                 for (int e = 0; e < 16; e += 4)
@@ -43,47 +45,49 @@ template <int SCHEME, int GROUPS, bool COLUMNS> struct ExportedToken : StoredTok
 };
 
 // With fewer registers than the compiler would take, more CTAs of an SM have loads under way; a lane of longer rows has twice the numbers.
-extern "C" __global__ void __launch_bounds__(32 * WARPS, EACH > 2 ? 4 : 6) attn_export(const __grid_constant__ ExportParams p) {
+extern "C" __global__ void __launch_bounds__(32 * WARPS, LANE_PANELS > 2 ? 4 : 6) attn_export(const __grid_constant__ ExportParams p) {
     const int head = blockIdx.x, b = blockIdx.z, warp = warp_id(), lane = threadIdx.x % 32;
     const int first_row = p.row_starts[b], begin = p.first_tokens ? p.first_tokens[b] : 0, end = begin + p.row_starts[b + 1] - first_row;
-    const int tile = begin / TILE + (int)blockIdx.y, block = tile * TILE + warp * BLOCK, newest = (p.kv_lens[b] - 1) / TILE;
-    if (block + BLOCK <= begin || block >= end) return;
+    const int tile = begin / TILE + (int)blockIdx.y, block = tile * TILE + warp * WARP_TOKENS, newest = (p.kv_lens[b] - 1) / TILE;
+    if (block + WARP_TOKENS <= begin || block >= end) return;
     const float k_scale = p.k_tensor_scales ? p.k_tensor_scales[head] : 1.0f, v_scale = p.v_tensor_scales ? p.v_tensor_scales[head] : 1.0f;
-    const auto run_of = [&](u32 page) { return p.pool + (u64)page * p.page_stride + (u64)head * RUN; };
+    const auto run_of = [&](u32 page) { return p.pool + (u64)page * p.page_stride + (u64)head * Run::BYTES; };
     const int page = block / PAGE;
     const u8* const run = run_of(p.page_table[(u64)b * p.page_table_stride + page]);
     const u8* residuals = nullptr;
-    if ((ATTN_K_WINDOW || ATTN_V_WINDOW) && newest < tile + (ATTN_K_WINDOW > ATTN_V_WINDOW ? ATTN_K_WINDOW : ATTN_V_WINDOW))
+    if ((Keys::WINDOW || Values::WINDOW) && newest < tile + (Keys::WINDOW > Values::WINDOW ? Keys::WINDOW : Values::WINDOW))
         residuals = run_of(p.residual_pages[(u64)b * p.residual_ring + (page & (p.residual_ring - 1))]);
     const auto with = [&](int window, int at) { return residuals && newest < tile + window ? residuals + at : nullptr; };
-    typedef TurnedBlock<code_bits(ATTN_V)> Turned;
-    __shared__ Turned turned[WARPS], turned_residuals[ATTN_V_WINDOW ? WARPS : 1];
+    typedef TurnedBlock<Values::BITS> Turned;
+    __shared__ Turned turned[WARPS], turned_residuals[Values::WINDOW ? WARPS : 1];
     // V's codes are under way with K's.
     typename Turned::Rows v_rows = {};
-    if (p.v) v_rows = Turned::load(run + V_CODES, block % PAGE, lane);
+    if (p.v) v_rows = Turned::load(run + Run::V_CODES, block % PAGE, lane);
     // The block's tokens lie in one page, so those that are not in the range can be read, too.
     const auto each_token = [&](auto take) {
 #pragma unroll 1
-        for (int i = 0; i < BLOCK; i += 32 / LANES) {
-            const int t = block + i + lane / LANES;
+        for (int i = 0; i < WARP_TOKENS; i += 32 / TOKEN_LANES) {
+            const int t = block + i + lane / TOKEN_LANES;
             take(t, t >= begin && t < end, (u64)(first_row + t - begin));
         }
     };
     const auto row_of = [&](void* rows, long long stride, u64 token) { return (u8*)rows + (token * stride + (u64)head * HEAD_DIM) * element_bytes(p.dtype); };
     if (p.k)
         each_token([&](int t, bool is_inside, u64 token) {
-            ExportedToken<ATTN_K, ATTN_K_GROUPS, false> k;
-            k.part = lane % LANES;
-            k.load(run, run + K_PARAMS, with(ATTN_K_WINDOW, 0), t % PAGE, k_scale);
+            ExportedToken<Keys::SCHEME, Keys::GROUPS, false> k;
+            k.part = lane % TOKEN_LANES;
+            k.load(run, run + Run::K_PARAMS, with(Keys::WINDOW, 0), t % PAGE, k_scale);
             k.store(is_inside ? row_of(p.k, p.k_token_stride, token) : nullptr, p.dtype);
         });
     if (!p.v) return;
-    const u8 *const v_codes = turned[warp].fill(v_rows, lane), *v_residuals = with(ATTN_V_WINDOW, K_RESIDUALS);
-    if (ATTN_V_WINDOW && v_residuals) v_residuals = turned_residuals[warp].fill(Turned::load(v_residuals, block % PAGE, lane), lane);
+    const u8 *const v_codes = turned[warp].fill(v_rows, lane), *v_residuals = with(Values::WINDOW, Run::V_RESIDUALS);
+    if (Values::WINDOW && v_residuals) v_residuals = turned_residuals[warp].fill(Turned::load(v_residuals, block % PAGE, lane), lane);
     each_token([&](int t, bool is_inside, u64 token) {
-        ExportedToken<ATTN_V, ATTN_V_GROUPS, (code_bits(ATTN_V) < 16)> v;
-        v.part = lane % LANES;
-        v.load(v_codes, run + V_PARAMS, v_residuals, t % PAGE, v_scale);
+        ExportedToken<Values::SCHEME, Values::GROUPS, (Values::BITS < 16)> v;
+        v.part = lane % TOKEN_LANES;
+        v.load(v_codes, run + Run::V_PARAMS, v_residuals, t % PAGE, v_scale);
         v.store(is_inside ? row_of(p.v, p.v_token_stride, token) : nullptr, p.dtype);
     });
 }
+
+}  // namespace attn

@@ -2,19 +2,20 @@
 // ones. With many query rows, each tile is assembled once for all of them, and then takes one copy for K and one for V.
 //
 // Grid      (num_kv_heads, tiles of the longest sequence, batch).
-// Macros    ATTN_K, ATTN_V, ATTN_K_GROUPS, ATTN_V_GROUPS, ATTN_K_WINDOW, ATTN_V_WINDOW, ATTN_HEAD_DIM, ATTN_PAGE (16 or 32), as in config.cuh.
+// Instance  page/instance.cuh; pages of 16 or 32 tokens.
 // Reads     pool [page][kv_head][run], kv_lens and page table; of schemes with a window the residual pages, and the query blocks, which say what is read with residuals.
 // Writes    pages of 64 tokens: tile i of sequence b is page b * pages_each + i, and its residuals, where some query token reads it with them, are fine_pages
 //           behind; the tables of both. Tokens behind the last page are those of that page again.
 // Numerics  none: bytes are copied.
 // Shared    where the tile's pages lie.
 // Host      attn-cuda/src/native/dequantize.rs; parameters in kernels/src/cuda/params.rs.
-#include "page/token.cuh"
 #include "ops/dequantized.cuh"
 
-constexpr int TILE = WRITTEN_PAGE, THREADS = 128, ENTRIES = TILE / PAGE;
+namespace attn {
+
+constexpr int THREADS = 128, ENTRIES = TILE / PAGE;  // threads of a CTA, and pages of a tile
 static_assert(PAGE < TILE, "larger pages are tiles already");
-constexpr int RUN_OF_TILE = RUN * ENTRIES;
+constexpr int RUN_OF_TILE = Run::BYTES * ENTRIES;
 
 // Panels of a side, from `AT` in a run: bytes of each token side by side, EACH of them, COUNT times. All threads of the CTA copy them.
 template <int AT, int COUNT, int EACH> DEVICE void gather(const u8* const (&from)[ENTRIES], u8* to) {
@@ -31,9 +32,8 @@ template <int AT, int SCHEME, bool IS_V> DEVICE void gather_codes(const u8* cons
     constexpr int BITS = code_bits(SCHEME), OF_TOKEN = HEAD_DIM * BITS / 8, EACH = IS_V && BITS < 16 ? OF_TOKEN : BITS == 4 ? 8 : 16;
     gather<AT, OF_TOKEN / EACH, EACH>(from, to);
 }
-template <int AT, int SCHEME, int GROUPS> DEVICE void gather_params(const u8* const (&from)[ENTRIES], u8* to) {
-    constexpr int BYTES = params_bytes(SCHEME, GROUPS);
-    if constexpr (BYTES > 0) gather<AT, GROUPS, BYTES / GROUPS / PAGE>(from, to);
+template <int AT, class Side> DEVICE void gather_params(const u8* const (&from)[ENTRIES], u8* to) {
+    if constexpr (Side::HAS_PARAMS) gather<AT, Side::GROUPS, param_bytes(Side::SCHEME)>(from, to);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) attn_gather_pages(const __grid_constant__ DequantizeParams p) {
@@ -44,20 +44,22 @@ extern "C" __global__ void __launch_bounds__(THREADS) attn_gather_pages(const __
     __shared__ const u8 *pages[ENTRIES], *residual_pages[ENTRIES];
     const bool has_fine = WINDOW && tile >= first_fine_tile(p, b, kv_len);
     if (threadIdx.x < ENTRIES) {
-        const auto run_of = [&](u32 page) { return p.step.k + (u64)page * (u32)p.step.page_stride + (u64)head * RUN; };
+        const auto run_of = [&](u32 page) { return p.step.k + (u64)page * (u32)p.step.page_stride + (u64)head * Run::BYTES; };
         const int entry = min(tile * ENTRIES + (int)threadIdx.x, (kv_len - 1) / PAGE);
         pages[threadIdx.x] = run_of(p.step.page_table[(u64)b * p.step.page_table_stride + entry]);
         if (has_fine) residual_pages[threadIdx.x] = run_of(p.step.residual_pages[(u64)b * p.step.residual_ring + (entry & (p.step.residual_ring - 1))]);
     }
     __syncthreads();
     u8* const to = p.pages + ((u64)page * heads + head) * RUN_OF_TILE;
-    gather_codes<0, ATTN_K, false>(pages, to);
-    gather_params<K_PARAMS, ATTN_K, ATTN_K_GROUPS>(pages, to);
-    gather_codes<V_CODES, ATTN_V, true>(pages, to);
-    gather_params<V_PARAMS, ATTN_V, ATTN_V_GROUPS>(pages, to);
+    gather_codes<0, Keys::SCHEME, false>(pages, to);
+    gather_params<Run::K_PARAMS, Keys>(pages, to);
+    gather_codes<Run::V_CODES, Values::SCHEME, true>(pages, to);
+    gather_params<Run::V_PARAMS, Values>(pages, to);
     if (WINDOW && head == 0 && threadIdx.x == 0) p.residual_table[(u64)b * p.residual_ring + tile] = page + p.fine_pages;
     if (!has_fine) return;
     u8* const fine = to + (u64)p.fine_pages * heads * RUN_OF_TILE;
-    if (ATTN_K_WINDOW) gather_codes<0, INT4, false>(residual_pages, fine);
-    if (ATTN_V_WINDOW) gather_codes<K_RESIDUALS, INT4, true>(residual_pages, fine);
+    if (Keys::WINDOW) gather_codes<0, INT4, false>(residual_pages, fine);
+    if (Values::WINDOW) gather_codes<Run::V_RESIDUALS, INT4, true>(residual_pages, fine);
 }
+
+}  // namespace attn

@@ -9,6 +9,8 @@
 // Host      attn-cuda/src/native/merge_spans.rs; parameters in kernels/src/cuda/params.rs.
 #include "attend/merge.cuh"
 
+namespace attn {
+
 constexpr int ROWS_OF_CTA = 4, VECTORS = (ROW_VECTORS + 31) / 32;  // float4s of a lane
 constexpr int BATCH = 4;                                           // states whose loads are under way at once
 
@@ -60,3 +62,5 @@ extern "C" __global__ void __launch_bounds__(32 * ROWS_OF_CTA) attn_merge_spans(
     }
     epilogue.write_row<32>(x, lane);
 }
+
+}  // namespace attn

@@ -10,6 +10,8 @@
 #include "common/dtype.cuh"
 #include "common/params.h"
 
+namespace attn {
+
 constexpr int WARPS = 4;  // of a CTA, a row each
 constexpr int BATCH = 8;  // states whose loads are under way at once: one after the other, their latencies are most of a launch
 
@@ -19,20 +21,20 @@ DEVICE float state_weight(float x) { return exp2f_full(fmaxf(x * bits_float(0x3F
 struct Weighted {
     float a, b, scale;
 
-    __device__ __forceinline__ float of(float x, float y) const { return (x * a + y * b) * scale; }
+    METHOD float of(float x, float y) const { return (x * a + y * b) * scale; }
 };
 
 // Four neighbours as they lie in memory.
 template <bool NARROW> struct Four;
 template <> struct Four<false> {
     float4 x;
-    __device__ __forceinline__ void load(const void* numbers, u64 at) { x = *(const float4*)((const float*)numbers + at); }
-    __device__ __forceinline__ float4 widened(int) const { return x; }
+    METHOD void load(const void* numbers, u64 at) { x = *(const float4*)((const float*)numbers + at); }
+    METHOD float4 widened(int) const { return x; }
 };
 template <> struct Four<true> {
     uint2 x;
-    __device__ __forceinline__ void load(const void* numbers, u64 at) { x = *(const uint2*)((const u16*)numbers + at); }
-    __device__ __forceinline__ float4 widened(int dtype) const {
+    METHOD void load(const void* numbers, u64 at) { x = *(const uint2*)((const u16*)numbers + at); }
+    METHOD float4 widened(int dtype) const {
         const float2 low = widen_pair(x.x, dtype), high = widen_pair(x.y, dtype);
         return {low.x, low.y, high.x, high.y};
     }
@@ -89,3 +91,5 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) attn_merge_states(const
         else merge_row<false, 2>(p, lane, row);
     }
 }
+
+}  // namespace attn

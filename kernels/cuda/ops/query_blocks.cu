@@ -7,9 +7,11 @@
 // Numerics  none.
 // Shared    the ends of 256 sequences' blocks.
 // Host      attn-cuda/src/native/list_blocks.rs; parameters in kernels/src/cuda/params.rs.
-#include "common/ptx.cuh"
-
 #include "common/params.h"
+#include "common/ptx.cuh"
+#include "common/scan.cuh"
+
+namespace attn {
 
 constexpr int THREADS = 256, WARPS = THREADS / 32;
 
@@ -21,7 +23,7 @@ struct Queries {
         int begin = min(max(p.cu_seqlens_q[b], 0), p.query_tokens);
         return {begin, min(max(p.cu_seqlens_q[b + 1], begin), p.query_tokens)};
     }
-    __device__ __forceinline__ QueryBlock block(int sequence, int index, int block_tokens) const {
+    METHOD QueryBlock block(int sequence, int index, int block_tokens) const {
         int first = begin + index * block_tokens, tokens = max(min(block_tokens, end - first), 0);
         return {sequence, first, tokens, max(end - first - tokens, 0)};
     }
@@ -29,33 +31,20 @@ struct Queries {
 
 extern "C" __global__ void __launch_bounds__(THREADS) attn_query_blocks(const __grid_constant__ QueryBlocksParams p) {
     __shared__ u32 ends[THREADS], of_warp[WARPS];
-    const int lane = threadIdx.x % 32, warp = warp_id();
     const u32 mine = blockIdx.x * THREADS + threadIdx.x, step = gridDim.x * THREADS;
     u32 done = 0;  // entries of the sequences so far
 #pragma unroll 1
     for (int first = 0; first < p.batch; first += THREADS) {
         const int b = first + threadIdx.x;
-        u32 up_to = 0;
+        u32 blocks = 0;
         if (b < p.batch) {
             const Queries queries = Queries::of(p, b);
-            up_to = (u32)(queries.end - queries.begin + p.block_tokens - 1) / p.block_tokens;
+            blocks = (u32)(queries.end - queries.begin + p.block_tokens - 1) / p.block_tokens;
         }
-#pragma unroll
-        for (int i = 1; i < 32; i *= 2) {
-            const u32 other = __shfl_up_sync(~0u, up_to, i);
-            if (lane >= i) up_to += other;
-        }
-        if (lane == 31) of_warp[warp] = up_to;
+        const RunningSum sum = cta_running_sum<WARPS>(blocks, of_warp);
+        ends[threadIdx.x] = sum.before + blocks;
         __syncthreads();
-        u32 total = 0;
-#pragma unroll
-        for (int w = 0; w < WARPS; w++) {
-            if (w < warp) up_to += of_warp[w];
-            total += of_warp[w];
-        }
-        ends[threadIdx.x] = up_to;
-        __syncthreads();
-        const u32 count = min(total, (u32)p.num_blocks - done);
+        const u32 count = min(sum.total, (u32)p.num_blocks - done);
 #pragma unroll 1
         for (u32 i = mine; i < count; i += step) {
             int before = 0;  // sequences whose blocks end before this one
@@ -71,3 +60,5 @@ extern "C" __global__ void __launch_bounds__(THREADS) attn_query_blocks(const __
 #pragma unroll 1
     for (u32 i = done + mine; i < (u32)p.num_blocks; i += step) p.blocks[i] = {};
 }
+
+}  // namespace attn

@@ -8,6 +8,8 @@
 #include "common/params.h"
 #include "common/ptx.cuh"
 
+namespace attn {
+
 #if ATTN_BULK
 constexpr int STAGES = 6, FILLERS = 1;
 #else
@@ -51,3 +53,5 @@ extern "C" __global__ void __launch_bounds__(128) attn_read(const __grid_constan
     }
     if (sum == 0x9E3779B9u) *p.sink = sum;
 }
+
+}  // namespace attn

@@ -1,8 +1,13 @@
 // Rotates K and queries by their tokens' positions: attn-core/src/rotary.rs, with its roundings. A pair (a, b) becomes
 // (a·cos − b·sin, b·cos + a·sin); each product is rounded, then the sum, as kernels that include this are compiled without contraction.
 #pragma once
-#include "page/token.cuh"
 #include "common/dtype.cuh"
+#include "common/params.h"
+#include "page/token.cuh"
+
+namespace attn {
+
+constexpr bool HAS_ROTARY = ATTN_ROTARY;  // whether K is rotated by its position before it is encoded, and queries beside it
 
 // Two neighbouring numbers as they were loaded, so that no instruction waits for the loads.
 struct TwoNumbers {
@@ -160,3 +165,5 @@ template <int HEADS> DEVICE void rotate_queries(const AppendParams& p, long long
             store_pair(to, p.dtype, h * HEAD_DIM + d, x.x, x.y);
         }
 }
+
+}  // namespace attn

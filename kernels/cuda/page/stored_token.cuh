@@ -3,11 +3,14 @@
 // A CTA has a tile of a KV head, each of its four warps 16 of the tokens. Two or 4 lanes of a warp share a token: 16-byte panels are loaded whole, and most
 // butterflies of the rotation are inside a lane, two in an instruction while numbers are whole and small.
 #pragma once
-#include "page/token.cuh"
 #include "common/dtype.cuh"
+#include "common/tile.cuh"
+#include "page/token.cuh"
 
-constexpr int TILE = 64, WARPS = 4, BLOCK = TILE / WARPS;
-constexpr int PANELS = HEAD_DIM / 16, LANES = HEAD_DIM > 64 ? 4 : 2, EACH = (PANELS + LANES - 1) / LANES;  // panels of 16 dims, and those of a lane
+namespace attn {
+
+constexpr int WARPS = 4, WARP_TOKENS = TILE / WARPS;
+constexpr int TOKEN_LANES = HEAD_DIM > 64 ? 4 : 2, LANE_PANELS = (PANELS + TOKEN_LANES - 1) / TOKEN_LANES;  // lanes of a token, and panels of 16 dims of a lane
 
 DEVICE float of_fp8(u32 code) { return bits_float((code & 0x7f) << 20 | (code & 0x80) << 24) * 0x1p120f; }
 
@@ -16,7 +19,7 @@ template <int BITS> struct TurnedBlock {
     // Rows in a page, a byte for each token's slot, by four; the stride lets eight lanes read two tokens' 64 bytes at once.
     static constexpr int QUADS = HEAD_DIM * BITS / 32, STRIDE = (QUADS + 15) / 32 * 32 + 16;
 
-    alignas(16) u32 words[BLOCK][STRIDE];
+    alignas(16) u32 words[WARP_TOKENS][STRIDE];
 
     // Bytes 0 to 3 of four words, each in a word of its own.
     static METHOD void turn(u32 (&x)[4]) {
@@ -30,7 +33,7 @@ template <int BITS> struct TurnedBlock {
         uint4 row[TIMES][4];
     };
     static METHOD Rows load(const u8* codes, u32 t, int lane) {
-        const uint4* const from = (const uint4*)codes + t / BLOCK * (QUADS * 4);
+        const uint4* const from = (const uint4*)codes + t / WARP_TOKENS * (QUADS * 4);
         Rows rows = {};
 #pragma unroll
         for (int n = 0; n < TIMES; n++)
@@ -76,8 +79,7 @@ template <int SCHEME, bool COLUMNS> struct PanelCodes {
 
     METHOD void load(const u8* codes, u32 t, u32 panel) {
         if constexpr (COLUMNS) {
-            const u32 of_panel = t % 16, slot = 4 * (of_panel % 8 / 2) + 2 * (of_panel / 8) + of_panel % 2;
-            const u8* const from = codes + (slot * TurnedBlock<BITS>::STRIDE + panel * WORDS) * 4;
+            const u8* const from = codes + (slot_of(t) * TurnedBlock<BITS>::STRIDE + panel * WORDS) * 4;
             if constexpr (BITS == 8) {
                 const uint4 x = *(const uint4*)from;
                 word[0] = x.x, word[1] = x.y, word[2] = x.z, word[3] = x.w;
@@ -136,14 +138,13 @@ template <int SCHEME, int GROUPS, bool COLUMNS> struct StoredToken {
     static constexpr int WIDTH = Layout::WIDTH, PARAMS = WIDTH % 16 == 0 ? 1 : 4;  // dims of a group; groups that a panel may lie in, by four dims
     static_assert(WIDTH % 4 == 0, "four dims are of one group");
 
-    float x[EACH][16];
+    float x[LANE_PANELS][16];
     int part;  // the lane's place among those that share the token
 
-    METHOD u32 panel(int j) const { return PANELS % LANES ? min(LANES * j + part, PANELS - 1) : LANES * j + part; }
+    METHOD u32 panel(int j) const { return PANELS % TOKEN_LANES ? min(TOKEN_LANES * j + part, PANELS - 1) : TOKEN_LANES * j + part; }
 
-    static constexpr int ROTATED = HEAD_DIM & -HEAD_DIM;
     // What turning back multiplies by in the end; parameters are multiplied by it, which are fewer.
-    static constexpr float TURNED_BY = !is_rotated(SCHEME) ? 1.0f : 1.0f / (ROTATED >= 128 ? 16 : ROTATED >= 32 ? 8 : 4);
+    static constexpr float TURNED_BY = !is_rotated(SCHEME) ? 1.0f : 1.0f / (ROTATED_BLOCK >= 128 ? 16 : ROTATED_BLOCK >= 32 ? 8 : 4);
 
     // `by`: a power of two.
     static METHOD float value(u32 code, u32 param, float tensor_scale, float by) {
@@ -161,10 +162,10 @@ template <int SCHEME, int GROUPS, bool COLUMNS> struct StoredToken {
     template <int UNIT = 1> METHOD void load(const u8* codes, const u8* params, const u8* residuals, u32 t, float tensor_scale) {
         static_assert(UNIT == 1 || Layout::HAS_PARAMS, "parameters carry the unit");
         constexpr float BY = TURNED_BY / UNIT;
-        PanelCodes<SCHEME, COLUMNS> stored[EACH];
-        u32 param[EACH][PARAMS] = {};
+        PanelCodes<SCHEME, COLUMNS> stored[LANE_PANELS];
+        u32 param[LANE_PANELS][PARAMS] = {};
 #pragma unroll
-        for (int j = 0; j < EACH; j++) {
+        for (int j = 0; j < LANE_PANELS; j++) {
             stored[j].load(codes, t, panel(j));
 #pragma unroll
             for (int n = 0; n < PARAMS && Layout::HAS_PARAMS; n++) {
@@ -173,13 +174,13 @@ template <int SCHEME, int GROUPS, bool COLUMNS> struct StoredToken {
             }
         }
         if constexpr (is_rotated(SCHEME)) {
-            F16Pair pair[EACH][8];
+            F16Pair pair[LANE_PANELS][8];
             if (Layout::HALF_STEPS && residuals) {
-                PanelCodes<SCHEME, COLUMNS> fine[EACH];
+                PanelCodes<SCHEME, COLUMNS> fine[LANE_PANELS];
 #pragma unroll
-                for (int j = 0; j < EACH; j++) fine[j].load(residuals, t, panel(j));
+                for (int j = 0; j < LANE_PANELS; j++) fine[j].load(residuals, t, panel(j));
 #pragma unroll
-                for (int j = 0; j < EACH; j++)
+                for (int j = 0; j < LANE_PANELS; j++)
 #pragma unroll
                     for (int i = 0; i < 8; i += 2) {
                         u32 &low = pair[j][i].halves, &high = pair[j][i + 1].halves;
@@ -189,7 +190,7 @@ template <int SCHEME, int GROUPS, bool COLUMNS> struct StoredToken {
                 turn_back_pairs<8>(pair, param, 0.0625f * BY);
             } else {
 #pragma unroll
-                for (int j = 0; j < EACH; j++)
+                for (int j = 0; j < LANE_PANELS; j++)
 #pragma unroll
                     for (int i = 0; i < 8; i += 2) {
                         const u32 quad = stored[j].quad(i / 2, t);
@@ -200,7 +201,7 @@ template <int SCHEME, int GROUPS, bool COLUMNS> struct StoredToken {
             }
         } else {
 #pragma unroll
-            for (int j = 0; j < EACH; j++)
+            for (int j = 0; j < LANE_PANELS; j++)
 #pragma unroll
                 for (int e = 0; e < 16; e++) x[j][e] = value(stored[j].code(e, t), param[j][e / 4 % PARAMS], tensor_scale, BY);
         }
@@ -209,37 +210,39 @@ template <int SCHEME, int GROUPS, bool COLUMNS> struct StoredToken {
     // The codes of a rotated row are whole numbers, and at least this many neighbours share one scale: their sums are scaled instead of the
     // elements. f16 holds sums up to 2048 exactly, and even ones up to 4096; callers know for how many neighbours (PAIRED) that suffices. The
     // products are exact, too, so the bits are those of scaling each element.
-    static constexpr int OF_ONE_SCALE = (WIDTH & -WIDTH) < ROTATED ? WIDTH & -WIDTH : ROTATED;
-    template <int PAIRED> METHOD void turn_back_pairs(F16Pair (&pair)[EACH][8], const u32 (&param)[EACH][PARAMS], float by) {
+    static constexpr int OF_ONE_SCALE = (WIDTH & -WIDTH) < ROTATED_BLOCK ? WIDTH & -WIDTH : ROTATED_BLOCK;
+    template <int PAIRED> METHOD void turn_back_pairs(F16Pair (&pair)[LANE_PANELS][8], const u32 (&param)[LANE_PANELS][PARAMS], float by) {
         static_assert(PAIRED <= OF_ONE_SCALE, "numbers of several scales cannot be added up before");
         turn_back<1, PAIRED>(pair);
 #pragma unroll
-        for (int j = 0; j < EACH; j++) {
+        for (int j = 0; j < LANE_PANELS; j++) {
             const float scale = half_float(param[j][0] & 0xffff) * by;
 #pragma unroll
             for (int e = 0; e < 16; e++) x[j][e] = half_float(e % 2 ? pair[j][e / 2].halves >> 16 : pair[j][e / 2].halves & 0xffff) * scale;
         }
-        turn_back<PAIRED, ROTATED>(x);
+        turn_back<PAIRED, ROTATED_BLOCK>(x);
     }
     // As `Token::rotate<true>`: one bit of the dims after another, those from BEGIN to END. x[j] has a panel's dims, or pairs of them.
-    template <int BEGIN, int END, class T, int N> METHOD void turn_back(T (&x)[EACH][N]) const {
+    template <int BEGIN, int END, class T, int N> METHOD void turn_back(T (&x)[LANE_PANELS][N]) const {
         constexpr int IN_ONE = 16 / N;
 #pragma unroll
         for (int stride = BEGIN; stride < END; stride *= 2)
 #pragma unroll
-            for (int j = 0; j < EACH; j++)
+            for (int j = 0; j < LANE_PANELS; j++)
 #pragma unroll
                 for (int e = 0; e < N; e++) {
-                    const int of_panels = stride / 16, of_lane = of_panels / LANES, apart = stride / IN_ONE;
+                    const int of_panels = stride / 16, of_lane = of_panels / TOKEN_LANES, apart = stride / IN_ONE;
                     if (stride < IN_ONE) {
                         if constexpr (IN_ONE == 2) x[j][e].halves = f16_butterfly(x[j][e].halves);
                     } else if (stride < 16) {
                         if (!(e & apart)) butterfly(x[j][e], x[j][(e | apart) % N]);
-                    } else if (of_panels < LANES) {
+                    } else if (of_panels < TOKEN_LANES) {
                         x[j][e] = butterfly_of_lanes(x[j][e], of_panels, part & of_panels);
                     } else if (!(j & of_lane)) {
-                        butterfly(x[j][e], x[(j | of_lane) % EACH][e]);
+                        butterfly(x[j][e], x[(j | of_lane) % LANE_PANELS][e]);
                     }
                 }
     }
 };
+
+}  // namespace attn

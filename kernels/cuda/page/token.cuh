@@ -5,26 +5,9 @@
 // tie does the exact remainder decide. Both are tested on the host over all scales.
 #pragma once
 #include "common/ptx.cuh"
+#include "page/instance.cuh"
 
-#include "common/params.h"
-
-#define METHOD __device__ __forceinline__
-
-constexpr int HEAD_DIM = ATTN_HEAD_DIM, PAGE = ATTN_PAGE;
-
-__host__ __device__ constexpr int code_bits(int scheme) { return scheme <= BF16 ? 16 : scheme == INT4 || scheme == ROTATED_INT4 ? 4 : 8; }
-constexpr bool is_rotated(int scheme) { return scheme == ROTATED_INT8 || scheme == ROTATED_INT4; }
-constexpr int codes_bytes(int scheme) { return PAGE * HEAD_DIM * code_bits(scheme) / 8; }
-constexpr int params_bytes(int scheme, int groups) {
-    return scheme == INT4 ? groups * PAGE * 4 : scheme == INT8_TOKEN || scheme == INT8_GROUP || is_rotated(scheme) ? groups * PAGE * 2 : 0;
-}
-constexpr int K_PARAMS = codes_bytes(ATTN_K);
-constexpr int V_CODES = K_PARAMS + params_bytes(ATTN_K, ATTN_K_GROUPS);
-constexpr int V_PARAMS = V_CODES + codes_bytes(ATTN_V);
-constexpr int RUN = V_PARAMS + params_bytes(ATTN_V, ATTN_V_GROUPS);
-
-// In the run of a residual page: K's residuals, then V's.
-constexpr int K_RESIDUALS = ATTN_K_WINDOW ? codes_bytes(ATTN_K) : 0;
+namespace attn {
 
 constexpr float LARGEST_HALF = 65504.0f, LARGEST = 3.402823466e38f;
 constexpr float ROUND = 12582912.0f;  // 1.5·2^23: adding it rounds to an integer, which the low bits then hold
@@ -164,7 +147,7 @@ template <int SCHEME, int GROUPS, bool COLUMNS> struct Token {
     static constexpr int UNITS = HEAD_DIM / UNIT, EACH = (UNITS + 31) / 32, WIDTH = HEAD_DIM / GROUPS;
     static constexpr bool IS_INT4 = SCHEME == INT4, HALF_STEPS = SCHEME == ROTATED_INT4;
     static constexpr bool SHARES_BYTES = !COLUMNS && BITS == 4;  // with the token eight before or behind it
-    static constexpr bool HAS_PARAMS = IS_INT4 || SCHEME == INT8_TOKEN || SCHEME == INT8_GROUP || is_rotated(SCHEME);
+    static constexpr bool HAS_PARAMS = param_bytes(SCHEME) > 0;
 
     int dtype;
     bool is_pairs;
@@ -209,11 +192,10 @@ template <int SCHEME, int GROUPS, bool COLUMNS> struct Token {
     // Multiplies blocks of the row by the Hadamard matrix and by 2^-a (docs/arithmetic.md, section 2), one bit of the dims after another: to the
     // row that is stored, or back.
     template <bool BACK> METHOD void rotate(int lane) {
-        constexpr int BLOCK = HEAD_DIM & -HEAD_DIM;
         // Which bits of a dim are those of k, of the lane, and of i: see `dim`.
         constexpr int K_LOW = !COLUMNS ? 0 : 3, K_BITS = UNIT == 4 ? 2 : UNIT == 2 ? 1 : 0;
 #pragma unroll
-        for (int bit = 0; 1 << bit < BLOCK; bit++) {
+        for (int bit = 0; 1 << bit < ROTATED_BLOCK; bit++) {
             if (bit >= K_LOW && bit < K_LOW + K_BITS) {
                 int k_bit = 1 << bit - K_LOW;
 #pragma unroll
@@ -242,7 +224,7 @@ template <int SCHEME, int GROUPS, bool COLUMNS> struct Token {
                         if (!(i & i_bit)) butterfly(x[i][k], x[(i | i_bit) % EACH][k]);
             }
         }
-        constexpr int HALVINGS = BLOCK >= (BACK ? 128 : 256) ? 4 : BLOCK >= (BACK ? 32 : 64) ? 3 : 2;
+        constexpr int HALVINGS = ROTATED_BLOCK >= (BACK ? 128 : 256) ? 4 : ROTATED_BLOCK >= (BACK ? 32 : 64) ? 3 : 2;
         constexpr float factor = 1.0f / (1 << HALVINGS);
 #pragma unroll
         for (int i = 0; i < EACH; i++)
@@ -406,8 +388,9 @@ template <int SCHEME, int GROUPS, bool COLUMNS> struct Token {
     }
     // Panels along the tokens, in slot order. Dims d and d + 8 of 4 bits share a byte.
     template <bool RESIDUALS> METHOD void store_column(int i, u32 row, u8* out, u32 t) const {
-        u32 of_panel = t % 16, slot = 4 * (of_panel % 8 / 2) + 2 * (of_panel / 8) + of_panel % 2;
         u32 byte = BITS == 4 ? stored<RESIDUALS>(i, 0) | stored<RESIDUALS>(i, 1) << 4 : code[i][0];
-        out[(t / 16 * (HEAD_DIM * BITS / 8) + row) * 16 + slot] = (u8)byte;
+        out[(t / 16 * (HEAD_DIM * BITS / 8) + row) * 16 + slot_of(t)] = (u8)byte;
     }
 };
+
+}  // namespace attn

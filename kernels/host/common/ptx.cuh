@@ -8,6 +8,7 @@
 #include "machine.h"
 
 #define DEVICE static inline
+#define METHOD inline
 #define ATTN_BULK (__CUDA_ARCH__ >= 900)
 #define __device__
 #define __host__
@@ -20,6 +21,8 @@
 #define __shared__ static  // valid because kernels with __shared__ variables run one CTA at a time
 #define __CUDACC__
 #define SHARED_MEMORY(name, align) u8* name = me().cta->shared
+
+namespace attn {
 
 using std::max;
 using std::min;
@@ -268,3 +271,5 @@ DEVICE void copy_bulk(u32 to, const void* from, u32 bytes, u32 at) {
 }
 DEVICE void fence_async() {}
 DEVICE void copy_box(u32, const void*, int, int, int, int, u32) { fail("tensor maps are not emulated"); }
+
+}  // namespace attn

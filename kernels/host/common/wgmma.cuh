@@ -2,6 +2,8 @@
 #pragma once
 #include "common/ptx.cuh"
 
+namespace attn {
+
 // The address in 24 bits, then the distances in 18, then log2 of a swizzle's chunks.
 DEVICE u64 matrices(u32 at, u32 along, u32 across = 128) {
     if (at % 16 || along % 16 || across % 16) fail("misaligned matrices");
@@ -109,3 +111,5 @@ template <bool IS_BF16, bool B_TURNED> struct FloatProducts {
         }
     }
 };
+
+}  // namespace attn

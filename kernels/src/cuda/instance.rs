@@ -283,7 +283,7 @@ impl Instance {
     }
 
     fn macros(&self) -> Vec<(&'static str, usize)> {
-        let of_format = |format: KvFormat, head_dim, page_size| {
+        let of_format = |format: KvFormat, head_dim, page_size, row_page_size| {
             vec![
                 ("ATTN_K", scheme_id(format.k)),
                 ("ATTN_V", scheme_id(format.v)),
@@ -293,6 +293,7 @@ impl Instance {
                 ("ATTN_V_WINDOW", format.v.window().tiles()),
                 ("ATTN_HEAD_DIM", head_dim),
                 ("ATTN_PAGE", page_size),
+                ("ATTN_ROW_PAGE", row_page_size),
             ]
         };
         match *self {
@@ -304,9 +305,9 @@ impl Instance {
                 score_mods,
                 spans,
             } => {
-                let mut all = of_format(format, head_dim, layout.page_size());
+                let mut all =
+                    of_format(format, head_dim, layout.page_size(), layout.row_page_size());
                 all.extend([
-                    ("ATTN_ROW_PAGE", layout.row_page_size()),
                     ("ATTN_ROW_GROUPS", config.row_groups),
                     ("ATTN_ROW_WARPS", config.row_warps),
                     ("ATTN_STAGES", config.stages),
@@ -326,9 +327,8 @@ impl Instance {
             }
             // The state of a row depends on no configuration: what config.cuh asks for stands for any.
             Instance::MergeSpans { format, head_dim } => {
-                let mut all = of_format(format, head_dim, 64);
+                let mut all = of_format(format, head_dim, 64, 0);
                 all.extend([
-                    ("ATTN_ROW_PAGE", 0),
                     ("ATTN_ROW_GROUPS", 1),
                     ("ATTN_ROW_WARPS", 1),
                     ("ATTN_STAGES", 2),
@@ -343,7 +343,7 @@ impl Instance {
                 page_size,
                 rotary,
             } => {
-                let mut all = of_format(format, head_dim, page_size);
+                let mut all = of_format(format, head_dim, page_size, 0);
                 all.push(("ATTN_ROTARY", usize::from(rotary)));
                 all
             }
@@ -366,16 +366,12 @@ impl Instance {
                 format,
                 head_dim,
                 page_size,
-            } => of_format(format, head_dim, page_size),
+            } => of_format(format, head_dim, page_size, 0),
             Instance::DequantizeRows {
                 format,
                 head_dim,
                 page_size,
-            } => {
-                let mut all = of_format(format, head_dim, 0);
-                all.push(("ATTN_ROW_PAGE", page_size));
-                all
-            }
+            } => of_format(format, head_dim, 0, page_size),
             Instance::CopyPages
             | Instance::MergeStates
             | Instance::QueryBlocks

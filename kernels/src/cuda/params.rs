@@ -455,13 +455,14 @@ impl FastDivmod {
 pub fn header() -> String {
     let mut text = String::from(
         "// The parameter blocks of the kernels. Generated from kernels/src/cuda/params.rs: edit that file, then run\n\
-         // `ATTN_UPDATE=1 cargo test -p attn-kernels`.\n#pragma once\n",
+         // `ATTN_UPDATE=1 cargo test -p attn-kernels`.\n#pragma once\n#include \"common/ptx.cuh\"\n\nnamespace attn {\n",
     );
     text.push_str("\n// How K or V is stored: the values of ATTN_K and ATTN_V.\n");
     writeln!(text, "enum Scheme {{ {} }};", SCHEMES.join(", ")).expect("strings take all");
     for block in BLOCKS {
         write_block(&mut text, block);
     }
+    text.push_str("\n}  // namespace attn\n");
     text
 }
 

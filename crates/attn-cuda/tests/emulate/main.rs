@@ -18,6 +18,7 @@ mod shards;
 
 mod append;
 mod decode;
+mod headers;
 mod query_blocks;
 mod transfer;
 
@@ -265,6 +266,7 @@ fn trials() -> Result<Vec<Trial>> {
     let mut all = append::trials(&kernels);
     all.extend(transfer::trials(&kernels));
     all.extend(query_blocks::trials(&kernels));
+    all.extend(headers::trials(&kernels));
     let (count, seed) = (
         from_env("ATTN_STRESS", 6)?,
         from_env("ATTN_STRESS_SEED", 1)?,

@@ -16,13 +16,23 @@
 // Host      kernels/src/cuda: select.rs (configuration), split.rs (launch, MergeVia), cost.rs, smem.rs.
 #include "attend/low_latency/partials_cluster.cuh"
 #include "attend/low_latency/partials_nonzero.cuh"
-#include "attend/low_latency/tile.cuh"
+#include "attend/pipeline.cuh"
+#include "attend/tile/attend_tile.cuh"
 
-static_assert(ROW_WARPS == 1 && HEAD_DIM % 64 == 0 && (V_GROUPS == 1 || V_GROUPS == 2 || V_GROUPS % TILE_WARPS == 0), "a warp's dims are of one group, or of whole ones");
+namespace attn {
+
+static_assert(HEAD_DIM % 64 == 0 && (Values::GROUPS == 1 || Values::GROUPS == 2 || Values::GROUPS % Config::TILE_WARPS == 0),
+              "a warp's dims are of one group, or of whole ones");
 
 // ---- the split ----
 
 enum MergeVia { NO_MERGE, VIA_CLUSTER, VIA_GLOBAL };
+
+// The work item of a CTA: a sequence, a KV head, a row block.
+struct Work {
+    int b, kv_head, row_block;
+    int kv_len, num_tiles;  // known once the length has been loaded
+};
 
 // The team's index in the work item and in its CTA, and the sequence's length.
 struct Start {
@@ -35,30 +45,30 @@ struct Split {
     int all;               // partials of the work item
     int first, end;        // partials of this team
 
-    __device__ __forceinline__ Level level() const {
+    METHOD Level level() const {
         return shift == 0 ? TILE_VALUES : shift == SEGMENT_SHIFT ? SEGMENT_STATES : SPAN_STATES;
     }
     // Partials of each team.
     DEVICE int each_of(const DecodeParams& p, int partials) {
-        u32 second = blockDim.x / TEAM_THREADS - 1;  // team of the CTA
+        u32 second = blockDim.x / Config::TEAM_THREADS - 1;  // team of the CTA
         return ceil_div(partials + second >> second, p.ctas_divmod);
     }
     // Called once the sequence's length is known; loads that do not need it are issued before.
-    __device__ __forceinline__ void enter(const DecodeParams& p, Work& work, const Start& start) {
-        work.measure = {SPANS, true};
-        (Sequence&)work = Sequence::of(work.measure, start.kv_len);
-        *this = of(p, work, start.index);
+    METHOD void enter(const DecodeParams& p, Work& work, const Start& start) {
+        work.kv_len = start.kv_len;
+        work.num_tiles = (start.kv_len + TILE - 1) / TILE;
+        *this = of(p, work.num_tiles, start.index);
     }
-    DEVICE Split of(const DecodeParams& p, const Sequence& s, int team) {
+    DEVICE Split of(const DecodeParams& p, int num_tiles, int team) {
         Split x;
-        int teams = gridDim.x * (blockDim.x / TEAM_THREADS);
-        int segments = runs_of(s.num_tiles, SEGMENT_SHIFT);
-        bool by_tiles = s.num_tiles <= (MERGES_GLOBALLY ? min(p.max_partials, teams) : 2 * teams);
+        int teams = gridDim.x * (blockDim.x / Config::TEAM_THREADS);
+        int segments = runs_of(num_tiles, SEGMENT_SHIFT);
+        bool by_tiles = num_tiles <= (Config::MERGES_GLOBALLY ? min(p.max_partials, teams) : 2 * teams);
         // Also by a plan for longer sequences, whose partials are spans, where teams then have fewer tiles and the workspace has the places.
         bool short_of_plan = segments <= min(p.max_partials, (SPAN - 1) * teams);
-        bool by_segments = MERGES_GLOBALLY ? p.partial_per_segment || short_of_plan : segments <= TEAM_PARTIALS * teams;
+        bool by_segments = Config::MERGES_GLOBALLY ? p.partial_per_segment || short_of_plan : segments <= TEAM_PARTIALS * teams;
         x.shift = teams == 1 ? SPAN_SHIFT : by_tiles ? 0 : by_segments ? SEGMENT_SHIFT : SPAN_SHIFT;
-        x.all = runs_of(s.num_tiles, x.shift);
+        x.all = runs_of(num_tiles, x.shift);
         int each = each_of(p, x.all);
         x.first = min(x.all, team * each);
         x.end = min(x.all, x.first + each);
@@ -66,14 +76,26 @@ struct Split {
     }
 };
 
+// Where a team's copies come from: one work item.
+struct ItemSource {
+    int b, length, head;
+
+    METHOD int sequence() const { return b; }
+    METHOD int first_residual_tile(const DecodeParams& p) const { return first_residual_tile_of(p, p.q_len, length); }
+    METHOD int kv_len() const { return length; }
+    METHOD int kv_head() const { return head; }
+};
+
 // The page that a team will most likely start with, before the sequence's length is known. Where partials are merged through global
 // memory a work item mostly has the largest number of them; with a cluster the sequence is short.
 DEVICE int likely_page(const DecodeParams& p, int team) {
-    return MERGES_GLOBALLY ? (team * Split::each_of(p, p.max_partials) << (p.partial_per_segment ? SEGMENT_SHIFT : SPAN_SHIFT)) * ENTRIES / TILES_OF_PAGE : 0;
+    if (!Config::MERGES_GLOBALLY) return 0;
+    int tile = team * Split::each_of(p, p.max_partials) << (p.partial_per_segment ? SEGMENT_SHIFT : SPAN_SHIFT);
+    return tile * PageTable::ENTRIES / PageTable::TILES;
 }
 
 // The producer warp waits here until the team has loaded its first queries.
-DEVICE void signal_q_loaded(int team) { barrier_of<TEAM_THREADS>(1 + MAX_TEAMS + team); }
+DEVICE void signal_q_loaded(int team) { barrier_of<Config::TEAM_THREADS>(1 + Config::MAX_TEAMS + team); }
 
 // The producer warp copies the team's tiles into the ring. Stages after the first tile are filled once the queries are loaded: queries
 // behind more copies would arrive later.
@@ -84,8 +106,8 @@ DEVICE void produce(const DecodeParams& p, Work& work, Split& split, const Ring&
     copier.step = 1;
     copier.stage_of_tile = 0;
     copier.maps = maps;
-    copier.source = {work.b, 0, work.heads};
-    copier.begin(p, work.b, work.heads, first_residual_tile_of(p, p.q_len, start.kv_len));
+    copier.source = {work.b, 0, work.kv_head};
+    copier.begin(p, work.b, work.kv_head, first_residual_tile_of(p, p.q_len, start.kv_len));
     u32 likely = copier.prefetch_pages(p, likely_page(p, start.index));
     split.enter(p, work, start);
     copier.source.length = work.kv_len;
@@ -118,30 +140,34 @@ struct Warp {
     ItemRows item;
 
     // Recomputed after the tiles, where registers are short.
-    __device__ __forceinline__ int row_block() const { return opaque(blockIdx.y) - work.heads * p.row_blocks; }
+    METHOD int row_block() const { return opaque(blockIdx.y) - work.kv_head * p.row_blocks; }
 
-    __device__ __forceinline__ void load_queries() { load_query(p, work, work.heads, 0, team.lane, item.q); }
-    __device__ __forceinline__ void enter(const Start& start) {
+    METHOD void load_queries() { load_query(p, work, work.kv_head, 0, team.lane, item.q); }
+    METHOD void enter(const Start& start) {
         split.enter(p, work, start);
-        item.rows = visible(p, work, work.heads, 0, team.lane);
+        item.rows = seen_rows(p, work, work.kv_head, 0, team.lane);
     }
     // Folds a tile into the segment's state.
-    __device__ __forceinline__ void tile(int index, State& state) {
-        attend_tile(p, work, item, ring, team, index, state);
+    METHOD void tile(int index, State& state) {
         bool residuals = WINDOW && index >= first_residual_tile_of(p, p.q_len, work.kv_len);
+        attend_tile(p, {index, work.b, work.kv_head, work.kv_len, residuals}, item, ring, team, *this, state);
+    }
+    // Stages stay until both products are done.
+    METHOD Ring keys_are_read(const Ring& next, bool) const { return next; }
+    METHOD void values_are_read(bool residuals) {
 #pragma unroll 1
         for (int i = stages_of_keys(residuals) + stages_of_values(residuals); i > 0; i--) ring.release(team.lane);
     }
 
     // O of a partial, or of the work item so far, is kept in shared memory, where each lane has its own elements; (max, sum) in registers.
-    __device__ __forceinline__ u32 kept_at(int place, int row, int dim) const {
-        return shared + SharedMemory::STATE + ((place * ROWS + row) * STATE_STRIDE + dim) * 4;
+    METHOD u32 kept_at(int place, int row, int dim) const {
+        return shared + SharedMemory::STATE + ((place * Config::ROWS + row) * Config::STATE_STRIDE + dim) * 4;
     }
-    __device__ __forceinline__ u32 kept_at(int place, int g, int j, int n) const {
+    METHOD u32 kept_at(int place, int g, int j, int n) const {
         return kept_at(place, g * 8 + 2 * (team.lane % 4) + n % 2, team.dim() + 16 * j + dim_of(n / 2, team.lane));
     }
     // Merges a state that follows into the one that is kept.
-    __device__ __forceinline__ void keep(int place, bool first, float2 (&ml)[ROW_GROUPS][2], const State& state) const {
+    METHOD void keep(int place, bool first, float2 (&ml)[ROW_GROUPS][2], const State& state) const {
 #pragma unroll
         for (int g = 0; g < ROW_GROUPS; g++) {
             MergeScale w[2];
@@ -163,19 +189,19 @@ struct Warp {
         }
     }
     // take(row of the work item, dim, four elements from there on) of the warp's dims of a partial, each lane some of all warp's.
-    template <class Take> __device__ __forceinline__ void each_kept(int rows, Take take) const {
+    template <class Take> METHOD void each_kept(int rows, Take take) const {
         constexpr int VECTORS = Team::DIMS / 4;                 // of a row, in this warp
         constexpr int UNROLL = ROW_GROUPS == 1 ? 16 : 1;  // with two row groups there are no registers for more
         __syncwarp();
 #pragma unroll UNROLL
-        for (int i = 0; i < ROWS * VECTORS / 32; i++) {
+        for (int i = 0; i < Config::ROWS * VECTORS / 32; i++) {
             int vector = i * 32 + team.lane, row = vector / VECTORS, dim = team.dim() + vector % VECTORS * 4;
             if (row < rows) take(row, dim, lds128(kept_at(0, row, dim)));
         }
         __syncwarp();  // before the place is another state's
     }
     // Attends a partial's tiles, one segment after the other.
-    __device__ __forceinline__ void attend(int partial, int place, float2 (&ml)[ROW_GROUPS][2]) {
+    METHOD void attend(int partial, int place, float2 (&ml)[ROW_GROUPS][2]) {
         int index = partial << split.shift, end = min(work.num_tiles, partial + 1 << split.shift);
         bool first = true;
         do {
@@ -189,7 +215,7 @@ struct Warp {
         } while (index < end);
     }
     // Publishes a partial to the teams of the cluster that merge it.
-    __device__ __forceinline__ void send(int partial, const float2 (&ml)[ROW_GROUPS][2]) const {
+    METHOD void send(int partial, const float2 (&ml)[ROW_GROUPS][2]) const {
         MergeJobs jobs = MergeJobs::of(p, row_block(), split.all);
         u32 base = shared - team.index * SharedMemory::BYTES;
         each_kept(jobs.rows, [&](int row, int dim, float4 x) {
@@ -210,7 +236,7 @@ struct Warp {
                     }
     }
     // Merges what the cluster has sent to this team.
-    __device__ __forceinline__ void receive(const WorkItem& item) const {
+    METHOD void receive(const WorkItem& item) const {
         MergeJobs jobs = MergeJobs::of(p, row_block(), split.all);
         int count = jobs.of_team(blockIdx.x, team.index);
         u32 all_sent = shared + SharedMemory::ALL_RECEIVED;
@@ -220,9 +246,9 @@ struct Warp {
         merge_jobs(p, item, jobs, split.level(), blockIdx.x, team, shared + SharedMemory::RECEIVED);
     }
     // Publishes a partial in global memory, where merging teams wait for it.
-    __device__ __forceinline__ void publish(int partial, const float2 (&ml)[ROW_GROUPS][2]) const {
-        WorkItem item = {work.b, work.heads, row_block(), 0};
-        u64 first = (item.index(p) * p.max_partials + partial) * ROWS;
+    METHOD void publish(int partial, const float2 (&ml)[ROW_GROUPS][2]) const {
+        WorkItem item = {work.b, work.kv_head, row_block(), 0};
+        u64 first = (item.index(p) * p.max_partials + partial) * Config::ROWS;
         int rows = item.rows(p);
         if (team.warp == 0 && team.lane < 4)
 #pragma unroll
@@ -238,11 +264,9 @@ struct Warp {
         });
     }
     // Merges partials from global memory. The team's split is computed again: registers are short.
-    __device__ __forceinline__ void merge_global() const {
-        Sequence sequence = work;
-        sequence.num_tiles = opaque(sequence.num_tiles);
-        Split mine = Split::of(p, sequence, blockIdx.x);
-        WorkItem item = {work.b, work.heads, row_block(), mine.all, mine.level()};
+    METHOD void merge_global() const {
+        Split mine = Split::of(p, opaque(work.num_tiles), blockIdx.x);
+        WorkItem item = {work.b, work.kv_head, row_block(), mine.all, mine.level()};
         u32 slices = slices_to_merge(p, item, mine.first, mine.end);
         if (slices == 0) return;
         merge_arrived(p, item, {team.exchange, 1 + team.index}, {1, slices});
@@ -250,7 +274,7 @@ struct Warp {
         clear_max_sums(p, item, slices);
     }
     // Merges a span into those before it, where the team has the work item alone.
-    __device__ __forceinline__ void append(float2 (&ml)[ROW_GROUPS][2], const float2 (&span_ml)[ROW_GROUPS][2]) const {
+    METHOD void append(float2 (&ml)[ROW_GROUPS][2], const float2 (&span_ml)[ROW_GROUPS][2]) const {
         State span;
 #pragma unroll
         for (int g = 0; g < ROW_GROUPS; g++) {
@@ -267,7 +291,7 @@ struct Warp {
         keep(0, false, ml, span);
     }
     // Writes the result where the team has the work item alone: half a warp has a row, which the team's warps have kept together.
-    __device__ __forceinline__ void write(const WorkItem& item, const float2 (&ml)[ROW_GROUPS][2]) const {
+    METHOD void write(const WorkItem& item, const float2 (&ml)[ROW_GROUPS][2]) const {
         if (team.warp == 0 && team.lane < 4)
 #pragma unroll
             for (int g = 0; g < ROW_GROUPS; g++)
@@ -275,7 +299,7 @@ struct Warp {
                 for (int e = 0; e < 2; e++) sts64(team.exchange + (g * 8 + 2 * team.lane + e) * 8, ml[g][e].x, ml[g][e].y);
         team.barrier();
 #pragma unroll 1
-        for (int row = 2 * team.warp + team.lane / 16; row < ROWS; row += 2 * TILE_WARPS) {
+        for (int row = 2 * team.warp + team.lane / 16; row < Config::ROWS; row += 2 * Config::TILE_WARPS) {
             Epilogue epilogue = Epilogue::at(p, item, row);
             uint2 of_row = lds64(team.exchange + row * 8);
             epilogue.begin(bits_float(of_row.x), bits_float(of_row.y), team.lane % 16 == 0);
@@ -283,7 +307,7 @@ struct Warp {
         }
     }
     // Attends the team's partials one after the other, and passes them on.
-    template <MergeVia VIA> __device__ __forceinline__ void run() {
+    template <MergeVia VIA> METHOD void run() {
         float2 all_ml[ROW_GROUPS][2];
 #pragma unroll 1
         for (int partial = split.first; partial < split.end; partial++) {
@@ -300,51 +324,50 @@ struct Warp {
                 for (int g = 0; g < ROW_GROUPS; g++) all_ml[g][0] = ml[g][0], all_ml[g][1] = ml[g][1];
             }
         }
-        WorkItem item = {work.b, work.heads, row_block(), split.all};
+        WorkItem item = {work.b, work.kv_head, row_block(), split.all};
         if constexpr (VIA == VIA_CLUSTER) receive(item);
         else if constexpr (VIA == VIA_GLOBAL) merge_global();
         else if (split.first < split.end) write(item, all_ml);
     }
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS, ATTN_CTAS) attn_decode(const __grid_constant__ DecodeParams p ATTN_ROW_MAPS) {
-    SHARED_MEMORY(shared, STAGE_ALIGN);
-    int warp = warp_id() % (TILE_WARPS + 1), lane = lane_id(), team = warp_id() / (TEAM_THREADS / 32);
+extern "C" __global__ void __launch_bounds__(Config::THREADS, Config::CTAS) attn_decode(const __grid_constant__ DecodeParams p ATTN_ROW_MAPS) {
+    SHARED_MEMORY(shared, Stage::ALIGN);
+    int warp = warp_id() % (Config::TILE_WARPS + 1), lane = lane_id(), team = warp_id() / (Config::TEAM_THREADS / 32);
     u32 base = shared_address(shared), mine = base + team * SharedMemory::BYTES;
-    int thread = threadIdx.x % TEAM_THREADS;
-    bool in_cluster = !MERGES_GLOBALLY && gridDim.x * blockDim.x > TEAM_THREADS;
-    if (thread < STAGES) {
+    int thread = threadIdx.x % Config::TEAM_THREADS;
+    bool in_cluster = !Config::MERGES_GLOBALLY && gridDim.x * blockDim.x > Config::TEAM_THREADS;
+    if (thread < Config::STAGES) {
         Ring::init(mine + SharedMemory::BARRIERS, thread);
-    } else if (thread == STAGES) {
+    } else if (thread == Config::STAGES) {
         barrier_init(mine + SharedMemory::ALL_RECEIVED, 1);
         barrier_init_fence();
     }
     __syncthreads();
     if (in_cluster) cluster_arrive();  // from now on others may send
-    if (threadIdx.x == TEAM_THREADS - 1) touch_params(p, base + SharedMemory::NOWHERE);
+    if (threadIdx.x == Config::TEAM_THREADS - 1) touch_params(p, base + SharedMemory::NOWHERE);
     // The launch ahead may still run: nothing that it writes has been read so far.
     after_dependencies(p);
     if (in_cluster) cluster_wait();
-    Start start = {(int)(blockIdx.x * (blockDim.x / TEAM_THREADS)) + team, team, load_now(p.kv_lens + blockIdx.z)};
+    Start start = {(int)(blockIdx.x * (blockDim.x / Config::TEAM_THREADS)) + team, team, load_now(p.kv_lens + blockIdx.z)};
     Work work;
     work.b = blockIdx.z;
-    work.heads = blockIdx.y / p.row_blocks_divmod;
-    work.row_block = blockIdx.y - work.heads * p.row_blocks;
+    work.kv_head = blockIdx.y / p.row_blocks_divmod;
+    work.row_block = blockIdx.y - work.kv_head * p.row_blocks;
     Split split;
     Ring ring = {mine, mine + SharedMemory::BARRIERS, 0, 0};
-    if (warp == TILE_WARPS) {
-        const RowMaps* rows = nullptr;
-#if ATTN_PAGE == 0
-        rows = &maps;
-#endif
+    if (warp == Config::TILE_WARPS) {
+        const RowMaps* rows = ATTN_ROW_MAPS_OR_NULL;
         produce(p, work, split, ring, start, lane, rows);
     } else {
         Warp self = {p, work, split, ring, {mine + SharedMemory::EXCHANGE, warp, lane, team}, mine};
         self.load_queries();
         self.enter(start);
         signal_q_loaded(team);
-        if constexpr (MERGES_GLOBALLY) self.run<VIA_GLOBAL>();
+        if constexpr (Config::MERGES_GLOBALLY) self.run<VIA_GLOBAL>();
         else if (in_cluster) self.run<VIA_CLUSTER>();
         else self.run<NO_MERGE>();
     }
 }
+
+}  // namespace attn

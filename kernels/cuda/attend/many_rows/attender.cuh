@@ -3,6 +3,8 @@
 #include "attend/many_rows/floats.cuh"
 #include "attend/many_rows/integers.cuh"
 
+namespace attn {
+
 template <bool IS_INTEGER> struct TilesOf {
     using Type = IntegerTiles;
 };
@@ -11,9 +13,9 @@ template <> struct TilesOf<false> {
 };
 
 struct Attender : TilesOf<INTEGER>::Type {
-    __device__ __forceinline__ void write_partial(const Part& part, int partial) const {
-        WorkItem item = part.item();
-        u64 at = (item.index(p) * p.max_partials + partial) * ROWS;
+    METHOD void write_partial(const WorkRange& range, int partial) const {
+        WorkItem item = range.item();
+        u64 at = (item.index(p) * p.max_partials + partial) * Config::ROWS;
         int count = item.rows(p);
 #pragma unroll
         for (int h = 0; h < THREAD_ROWS; h++) {
@@ -25,17 +27,17 @@ struct Attender : TilesOf<INTEGER>::Type {
             for (int j = 0; j < HEAD_DIM / 8; j++) __stcg((float2*)(to + 8 * j), make_float2(o[4 * j + 2 * h], o[4 * j + 2 * h + 1]));
         }
     }
-    __device__ __forceinline__ void write_rows(const Part& part) const {
+    METHOD void write_rows(const WorkRange& range) const {
 #pragma unroll 1
         for (int h = 0; h < THREAD_ROWS; h++) {
-            Epilogue epilogue = Epilogue::at(p, part.item(), first_row + lane / 4 + 8 * h);
+            Epilogue epilogue = Epilogue::at(p, range.item(), first_row + lane / 4 + 8 * h);
             epilogue.begin(h == 0 ? m[0] : m[1], h == 0 ? l[0] : l[1], lane % 4 == 0);
             float x[HEAD_DIM / 8][2];
 #pragma unroll
             for (int j = 0; j < HEAD_DIM / 8; j++)
 #pragma unroll
                 for (int e = 0; e < 2; e++) x[j][e] = epilogue.of(h == 0 ? o[4 * j + e] : o[4 * j + 2 + e]);
-            if constexpr (V_ROTATED) rotate_back<4>(x, lane % 4);
+            if constexpr (Values::IS_ROTATED) rotate_back<4>(x, lane % 4);
             store_quad_row(epilogue.out, p.dtype, x, lane);
         }
     }
@@ -44,10 +46,10 @@ struct Attender : TilesOf<INTEGER>::Type {
     struct RowState {
         float m[2], l[2];
     };
-    __device__ __forceinline__ void merge_row(RowState& row) {
+    METHOD void merge_row(RowState& row) {
         merge_behind(row.m, row.l, [&](int i) { return __ldcg(row_state + i * 128); });
     }
-    __device__ __forceinline__ void keep_row(RowState& row) const {
+    METHOD void keep_row(RowState& row) const {
         store_state([&](int i, const float4& x) { __stcg(row_state + i * 128, x); });
 #pragma unroll
         for (int h = 0; h < THREAD_ROWS; h++) {
@@ -55,26 +57,28 @@ struct Attender : TilesOf<INTEGER>::Type {
             row.l[h] = l[h];
         }
     }
-    // Attends spans of a work item, whose rows are loaded: all of them, and writes the rows; or a part, and writes partials, which is when it returns true.
-    __device__ __forceinline__ bool attend(const Part& part) {
+    // Attends spans of a work item, whose rows are loaded. If these are all of its spans, writes the rows and returns false; else writes partials and returns true.
+    METHOD bool attend(const WorkRange& range) {
         RowState row;
-        int first_span = WHOLE_ITEMS ? 0 : part.first, last = part.end - 1;
+        int first_span = Config::WHOLE_ITEMS ? 0 : range.first, last = range.end - 1;
 #pragma unroll 1
         for (int span_index = first_span; span_index <= last; span_index++) {
-            int index = span_index << part.span_shift;
-            attend_span(part, index, min(part.num_tiles, index + (1 << part.span_shift)));
+            int index = span_index << range.span_shift;
+            attend_span(range, index, min(range.num_tiles, index + (1 << range.span_shift)));
             if (first_span > 0) {
-                write_partial(part, span_index);
+                write_partial(range, span_index);
                 continue;
             }
             if (span_index > 0) merge_row(row);
             if (span_index < last) keep_row(row);
         }
-        if (WHOLE_ITEMS || part.is_all()) {
-            write_rows(part);
+        if (Config::WHOLE_ITEMS || range.is_all()) {
+            write_rows(range);
             return false;
         }
-        if (first_span == 0) write_partial(part, last);
+        if (first_span == 0) write_partial(range, last);
         return true;
     }
 };
+
+}  // namespace attn

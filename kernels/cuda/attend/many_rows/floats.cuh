@@ -6,15 +6,17 @@
 #pragma once
 #include "attend/many_rows/warpgroup.cuh"
 
+namespace attn {
+
 struct FloatTiles : Warpgroup {
-    static constexpr bool IS_BF16 = K_SCHEME == BF16;
+    static constexpr bool IS_BF16 = Keys::SCHEME == BF16;
     static constexpr int LIFT = IS_BF16 ? 0 : 14;  // weights of f16 are as large as its range allows: small ones then keep their bits
-    static constexpr bool IN_ROWS = PAGE == 0 && !UNPACKS;           // products read rows as the copy engine puts them into a stage
-    static constexpr int SWIZZLE = IN_ROWS ? K_SWIZZLE : 128;
-    static constexpr bool BY_DIMS = !UNPACKS || V_TOKEN_MAJOR;       // V lies by panels of eight dims, or in rows of them, else by panels of eight tokens
-    static constexpr int STEP = FLOAT_STEP, SIDES = 2 * STEP;  // tiles of a step, and their stages in the ring: K and V of tile after tile
+    static constexpr bool IN_ROWS = PAGE == 0 && !Config::UNPACKS;           // products read rows as the copy engine puts them into a stage
+    static constexpr int SWIZZLE = IN_ROWS ? Stage::K_SWIZZLE : 128;
+    static constexpr bool BY_DIMS = !Config::UNPACKS || Stage::V_TOKEN_MAJOR;       // V lies by panels of eight dims, or in rows of them, else by panels of eight tokens
+    static constexpr int STEP = Config::FLOAT_STEP, SIDES = 2 * STEP;  // tiles of a step, and their stages in the ring: K and V of tile after tile
     // Products read the first parts of queries from shared memory, which leaves registers for a second tile; or from registers, where codes are turned.
-    u32 high[QUERIES_IN_REGISTERS ? PANELS : 1][4];  // as left operands of 16 dims
+    u32 high[Config::QUERIES_IN_REGISTERS ? PANELS : 1][4];  // as left operands of 16 dims
     bool has_low;
     // The second parts of queries: in registers, or, of many dims, found again for each tile.
     static constexpr bool KEEPS_LOW = HEAD_DIM <= 128;
@@ -25,16 +27,16 @@ struct FloatTiles : Warpgroup {
     using Low = u32[LOW_PANELS][4];                          // second parts of queries, as left operands of 16 dims
 
     // A row of the thread's, as it is: scores are scaled.
-    __device__ __forceinline__ QueryRow unscaled_row(const Part& part, int h) const {
-        QueryRow row = query_row(p, part, part.kv_head, first_row + lane / 4 + 8 * h);
+    METHOD QueryRow unscaled_row(const WorkRange& range, int h) const {
+        QueryRow row = query_row(p, range, range.kv_head, first_row + lane / 4 + 8 * h);
         row.factor = row.factor > 0.0f ? 1.0f : 0.0f;
         return row;
     }
     // Calls take(panel, i, h, first, second) for the pairs of a thread's queries, in two parts.
-    template <class Take> __device__ __forceinline__ void each_query_pair(const Part& part, Take take) {
+    template <class Take> METHOD void each_query_pair(const WorkRange& range, Take take) {
         QueryRow row[2];
 #pragma unroll
-        for (int h = 0; h < 2; h++) row[h] = unscaled_row(part, h);
+        for (int h = 0; h < 2; h++) row[h] = unscaled_row(range, h);
         float elements[2][PANELS][4];
         load_elements(row, lane, elements);
 #pragma unroll
@@ -44,7 +46,7 @@ struct FloatTiles : Warpgroup {
             // By a power of two, to below 2^14, which f16 holds.
             int e = largest == 0.0f ? 0 : min(13 - exponent(largest), 126);
             up[h] = exp2i(e);
-            float factor = p.log2_scale * (p.k_tensor_scales ? p.k_tensor_scales[part.kv_head] : 1.0f);
+            float factor = p.log2_scale * (p.k_tensor_scales ? p.k_tensor_scales[range.kv_head] : 1.0f);
             rows.scale[h] = fmaxf(factor * exp2i(-e / 2) * exp2i(e / 2 - e), 0x1p-126f);
 #pragma unroll
             for (int panel = 0; panel < PANELS; panel++)
@@ -56,13 +58,13 @@ struct FloatTiles : Warpgroup {
                 }
         }
     }
-    __device__ __forceinline__ void load_rows(const Part& part) {
-        find_rows(part);
-        has_low = TWO_PARTS && !p.rounds_queries && (p.dtype == Dtype::F32 || (IS_BF16 && p.dtype == Dtype::F16));
+    METHOD void load_rows(const WorkRange& range) {
+        find_rows(range);
+        has_low = Config::TWO_PARTS && !p.rounds_queries && (p.dtype == Dtype::F32 || (IS_BF16 && p.dtype == Dtype::F16));
         barrier_of<128>(WARPGROUP_BARRIER + warpgroup);  // products with the last queries are done
         u32 to = queries + (16 * warp + lane / 4) * 16 + 4 * (lane % 4);
-        each_query_pair(part, [&](int panel, int i, int h, u32 first, u32) {
-            if constexpr (QUERIES_IN_REGISTERS) high[panel][2 * i + h] = first;
+        each_query_pair(range, [&](int panel, int i, int h, u32 first, u32) {
+            if constexpr (Config::QUERIES_IN_REGISTERS) high[panel][2 * i + h] = first;
             else sts32(to + (2 * panel + i) * 64 * 16 + h * 128, first);
         });
         fence_async();
@@ -70,13 +72,13 @@ struct FloatTiles : Warpgroup {
     }
 
     // Where the warpgroup reads: stages of this ring, a step's at a time.
-    __device__ __forceinline__ auto& sides() {
-        if constexpr (UNPACKS) return unpacked;
+    METHOD auto& sides() {
+        if constexpr (Config::UNPACKS) return unpacked;
         else return ring;
     }
     // Waits for K or V of TILES tiles, the first of which is the side-th of the step. Barriers are tested
     // together, as a test takes longer than its issue.
-    template <int TILES, class Ring> __device__ __forceinline__ void wait_sides(const Ring& ring, int side) const {
+    template <int TILES, class Ring> METHOD void wait_sides(const Ring& ring, int side) const {
         bool are_there = true;
 #pragma unroll
         for (int t = 0; t < TILES; t++) are_there &= barrier_test(ring.full(side + 2 * t), ring.phase);
@@ -84,7 +86,7 @@ struct FloatTiles : Warpgroup {
 #pragma unroll
         for (int t = 0; t < TILES; t++) barrier_wait(ring.full(side + 2 * t), ring.phase);
     }
-    template <int TILES, class Ring> __device__ __forceinline__ void release_sides(const Ring& ring, int side) const {
+    template <int TILES, class Ring> METHOD void release_sides(const Ring& ring, int side) const {
         __syncwarp();
         if (lane < ARRIVALS)
 #pragma unroll
@@ -96,10 +98,10 @@ struct FloatTiles : Warpgroup {
     // Where K's 16 dims from 16i on begin in a side.
     DEVICE constexpr int dims_at(int i) { return IN_ROWS ? i * 32 / SWIZZLE * TILE * SWIZZLE + i * 32 % SWIZZLE : i * 2 * TILE * 16; }
     // The second parts of some panels.
-    __device__ __forceinline__ void find_low(const Part& part, int first, Low& low) const {
+    METHOD void find_low(const WorkRange& range, int first, Low& low) const {
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-            QueryRow row = unscaled_row(part, h);
+            QueryRow row = unscaled_row(range, h);
 #pragma unroll
             for (int n = 0; n < LOW_PANELS; n++) {
                 float x[4];
@@ -114,11 +116,11 @@ struct FloatTiles : Warpgroup {
         }
     }
     // Adds their products to those of the first parts, which are under way.
-    __device__ __forceinline__ void multiply_low(const Part& part, u64 keys, float (&s)[SUMS_OF_TILE]) const {
+    METHOD void multiply_low(const WorkRange& range, u64 keys, float (&s)[SUMS_OF_TILE]) const {
 #pragma unroll 1
         for (int first = 0; first < PANELS; first += LOW_PANELS) {
             Low low;
-            find_low(part, first, low);
+            find_low(range, first, low);
             products_wait<0>();
             products_landed(s);
             products_begin();
@@ -128,7 +130,7 @@ struct FloatTiles : Warpgroup {
         }
     }
     // `keys`: where the first tile's K is.
-    template <bool HAS_LOW, int TILES> __device__ __forceinline__ void multiply_keys(const Part& part, u32 keys, const Low& low, Scores<TILES>& s) const {
+    template <bool HAS_LOW, int TILES> METHOD void multiply_keys(const WorkRange& range, u32 keys, const Low& low, Scores<TILES>& s) const {
         using Product = FloatProducts<IS_BF16, false>;
         u64 a = matrices(same_for_all(queries), 64 * 16), b = IN_ROWS ? swizzled_matrices<SWIZZLE>(keys, 16) : matrices(keys, TILE * 16);
         products_begin();
@@ -137,7 +139,7 @@ struct FloatTiles : Warpgroup {
 #pragma unroll
             for (int i = 0; i < PANELS; i++) {
                 u64 of_tile = matrices_behind(b, t * 2 * SIDE_BYTES + dims_at(i));
-                if constexpr (QUERIES_IN_REGISTERS) Product::multiply(s[t], high[i], of_tile, i > 0);
+                if constexpr (Config::QUERIES_IN_REGISTERS) Product::multiply(s[t], high[i], of_tile, i > 0);
                 else Product::multiply_shared(s[t], matrices_behind(a, i * 2 * 64 * 16), of_tile, i > 0);
             }
         if (HAS_LOW && KEEPS_LOW)
@@ -146,10 +148,10 @@ struct FloatTiles : Warpgroup {
 #pragma unroll
                 for (int i = 0; i < PANELS; i++) Product::multiply(s[t], low[i % LOW_PANELS], matrices_behind(b, t * 2 * SIDE_BYTES + dims_at(i)), true);
         products_commit();
-        if (HAS_LOW && !KEEPS_LOW) multiply_low(part, b, s[0]);
+        if (HAS_LOW && !KEEPS_LOW) multiply_low(range, b, s[0]);
     }
     // `values`: where the first tile's V is.
-    template <int TILES> __device__ __forceinline__ void multiply_values(u32 values, const Weights<TILES>& weights) {
+    template <int TILES> METHOD void multiply_values(u32 values, const Weights<TILES>& weights) {
         u64 b = IN_ROWS ? swizzled_matrices<SWIZZLE>(values, TILE * SWIZZLE) : BY_DIMS ? matrices(values, 128, TILE * 16) : matrices(values, HEAD_DIM * 16);
         products_begin();
 #pragma unroll
@@ -159,7 +161,7 @@ struct FloatTiles : Warpgroup {
     }
     // Zeros in place of V's tokens that do not exist: their bytes may be a NaN, and 0·NaN is not 0. `tokens`: those that do, from the first tile's first on.
     // Of rows, the last one fills up its tile, so that only whole tiles are missing.
-    template <int TILES> __device__ __forceinline__ void clear_missing(u32 values, int tokens) const {
+    template <int TILES> METHOD void clear_missing(u32 values, int tokens) const {
         if (IN_ROWS) tokens = (tokens + TILE - 1) / TILE * TILE;
         if (tokens >= TILES * TILE) return;
 #pragma unroll 1
@@ -172,7 +174,7 @@ struct FloatTiles : Warpgroup {
     }
 
     // The rows' maxima; gives what scores are multiplied by and `base`, which they then lose, and the factors of what was summed before.
-    template <int TILES> __device__ __forceinline__ void find_maxima(Scores<TILES>& s, int index, float (&scale)[2], float (&base)[2], float (&alpha)[2]) {
+    template <int TILES> METHOD void find_maxima(Scores<TILES>& s, int index, float (&scale)[2], float (&base)[2], float (&alpha)[2]) {
         scale[0] = rows.scale[0];
         scale[1] = rows.scale[1];
         if (HAS_SCORE_MODS) {
@@ -211,7 +213,7 @@ struct FloatTiles : Warpgroup {
         }
     }
     // Weights of a step, and their sums; what was summed before is rescaled.
-    template <int TILES> __device__ __forceinline__ void weigh(Scores<TILES>& s, int index, Weights<TILES>& weights) {
+    template <int TILES> METHOD void weigh(Scores<TILES>& s, int index, Weights<TILES>& weights) {
         float scale[2], base[2], alpha[2], sum[2] = {0.0f, 0.0f};
         find_maxima<TILES>(s, index, scale, base, alpha);
         if (__any_sync(~0u, alpha[0] != 1.0f || alpha[1] != 1.0f))
@@ -230,29 +232,29 @@ struct FloatTiles : Warpgroup {
     }
 
     // The two warpgroups of a team take turns with products, so that one weighs while the other multiplies. The first has the first turn.
-    static constexpr bool TAKES_TURNS = ATTN_BULK && ROW_WARPS > 1 && ARRIVALS == 1;
-    __device__ __forceinline__ void take_turn() const {
+    static constexpr bool TAKES_TURNS = ATTN_BULK && Config::TEAM_WARPGROUPS > 1 && ARRIVALS == 1;
+    METHOD void take_turn() const {
         if (TAKES_TURNS) barrier_of<256>(TURN_BARRIER + warpgroup);
     }
-    __device__ __forceinline__ void pass_turn() const {
+    METHOD void pass_turn() const {
         if (TAKES_TURNS) barrier_arrive_of<256>(TURN_BARRIER + 1 - warpgroup);
     }
-    __device__ __forceinline__ void start() const {
+    METHOD void start() const {
         if (warpgroup == 1) pass_turn();
     }
-    __device__ __forceinline__ void finish() const {
+    METHOD void finish() const {
         if (warpgroup == 0) take_turn();
     }
 
     // Adds TILES tiles of a step, from its tile `first` on. Products with their V are under way behind it, and `held` is that V's stage; before it,
     // that of the last such products, or -1.
-    template <bool HAS_LOW, int TILES> __device__ __forceinline__ void add_tiles(const Part& part, int index, int first, const Low& low, Weights<TILES>& weights, int& held) {
+    template <bool HAS_LOW, int TILES> METHOD void add_tiles(const WorkRange& range, int index, int first, const Low& low, Weights<TILES>& weights, int& held) {
         auto& ring = sides();
         Scores<TILES> s;
         int side = 2 * first;
         u32 at = same_for_all(ring.at(side));
         wait_sides<TILES>(ring, side);
-        multiply_keys<HAS_LOW, TILES>(part, at, low, s);
+        multiply_keys<HAS_LOW, TILES>(range, at, low, s);
         products_wait<0>();
         pass_turn();
         products_landed(o);
@@ -264,24 +266,24 @@ struct FloatTiles : Warpgroup {
         weigh<TILES>(s, index + first, weights);
         wait_sides<TILES>(ring, side + 1);
         // The second warpgroup's turn comes behind the first one's, which has cleared the same stages.
-        if (!UNPACKS && (!TAKES_TURNS || warpgroup == 0)) clear_missing<TILES>(at + SIDE_BYTES, part.kv_len - (index + first) * TILE);
+        if (!Config::UNPACKS && (!TAKES_TURNS || warpgroup == 0)) clear_missing<TILES>(at + SIDE_BYTES, range.kv_len - (index + first) * TILE);
         take_turn();
         multiply_values<TILES>(at + SIDE_BYTES, weights);
         if (!ATTN_BULK) release_sides<TILES>(ring, side + 1);  // these products have been waited for
     }
     // Adds tiles a step at a time, or one, with two parts of queries, for lack of registers. Tiles behind the last are hidden. Products with V are under way
     // with those of the next K, while the other warpgroup weighs. No branch of a warp's own is among them: the compiler would wait for each product.
-    template <bool HAS_LOW> __device__ __forceinline__ void add_steps(const Part& part, int index, int end) {
+    template <bool HAS_LOW> METHOD void add_steps(const WorkRange& range, int index, int end) {
         constexpr int TILES = HAS_LOW ? 1 : STEP;
         Low low;
-        if (HAS_LOW && KEEPS_LOW) each_query_pair(part, [&](int panel, int i, int h, u32, u32 second) { low[panel % LOW_PANELS][2 * i + h] = second; });
+        if (HAS_LOW && KEEPS_LOW) each_query_pair(range, [&](int panel, int i, int h, u32, u32 second) { low[panel % LOW_PANELS][2 * i + h] = second; });
         Weights<TILES> weights;
         int held = -1;
         take_turn();
 #pragma unroll 1
         for (; index < end; index += STEP) {
 #pragma unroll
-            for (int first = 0; first < STEP; first += TILES) add_tiles<HAS_LOW, TILES>(part, index, first, low, weights, held);
+            for (int first = 0; first < STEP; first += TILES) add_tiles<HAS_LOW, TILES>(range, index, first, low, weights, held);
             sides().advance(SIDES);
         }
         products_wait<0>();
@@ -290,25 +292,27 @@ struct FloatTiles : Warpgroup {
         if (held >= 0) release_sides<TILES>(sides(), held - sides().stage);
     }
     // Waits for stages and passes them on.
-    __device__ __forceinline__ void pass_steps(const Part& part, int index, int end) {
+    METHOD void pass_steps(const WorkRange& range, int index, int end) {
         auto& ring = sides();
 #pragma unroll 1
         for (; index < end; index += STEP) {
             wait_sides<STEP>(ring, 0);
             release_sides<STEP>(ring, 0);
             wait_sides<STEP>(ring, 1);
-            if (!UNPACKS) clear_missing<STEP>(ring.at(1), part.kv_len - index * TILE);
+            if (!Config::UNPACKS) clear_missing<STEP>(ring.at(1), range.kv_len - index * TILE);
             release_sides<STEP>(ring, 1);
             ring.advance(SIDES);
         }
     }
     // A span's state. Its tiles are one run, as a merge takes longer than a tile.
-    __device__ __forceinline__ void attend_span(const Part& part, int index, int end) {
+    METHOD void attend_span(const WorkRange& range, int index, int end) {
         clear();
-        if (!multiplies()) return pass_steps(part, index, end);
-        has_low ? add_steps<TWO_PARTS>(part, index, end) : add_steps<false>(part, index, end);
+        if (!multiplies()) return pass_steps(range, index, end);
+        has_low ? add_steps<Config::TWO_PARTS>(range, index, end) : add_steps<false>(range, index, end);
         // Sums were those of a thread's own tokens.
 #pragma unroll
         for (int h = 0; h < 2; h++) l[h] = quad_sum(l[h]);
     }
 };
+
+}  // namespace attn

@@ -2,17 +2,14 @@
 #pragma once
 #include "attend/many_rows/warpgroup.cuh"
 
-DEVICE int quad_sum(int x) {
-    x += __shfl_xor_sync(~0u, x, 1);
-    return x + __shfl_xor_sync(~0u, x, 2);
-}
+namespace attn {
 
 // Parameters of two neighbouring tokens: as floats, or as they lie in a page.
 template <int SCHEME> struct PairParams {
-    static constexpr bool IS_4 = code_bits(SCHEME) == 4, HAS_SHIFTS = SCHEME == INT4, HAS_SCALES = has_row_scales(SCHEME);
+    static constexpr bool IS_4 = code_bits(SCHEME) == 4, HAS_SHIFTS = SCHEME == INT4, HAS_SCALES = param_bytes(SCHEME) > 0;
     u32 at;
 
-    __device__ __forceinline__ void read(int t, float (&scale)[2], float (&shift)[2]) const {
+    METHOD void read(int t, float (&scale)[2], float (&shift)[2]) const {
         if constexpr (HAS_SHIFTS) {
             float4 x = lds128(at + t * 8);
             scale[0] = x.x;
@@ -34,67 +31,63 @@ template <int SCHEME> struct PairParams {
 struct IntegerTiles : Warpgroup {
     DEVICE void start() {}
     DEVICE void finish() {}
-    __device__ __forceinline__ void load_rows(const Part& part) {
-        find_rows(part);
+    METHOD void load_rows(const WorkRange& range) {
+        find_rows(range);
         barrier_of<128>(WARPGROUP_BARRIER + warpgroup);  // products with the last queries are done
         QueryRow from[THREAD_ROWS];
         float elements[THREAD_ROWS][PANELS][4];
 #pragma unroll
-        for (int h = 0; h < THREAD_ROWS; h++) from[h] = query_row(p, part, part.kv_head, first_row + lane / 4 + 8 * h);
+        for (int h = 0; h < THREAD_ROWS; h++) from[h] = query_row(p, range, range.kv_head, first_row + lane / 4 + 8 * h);
         load_elements(from, lane, elements);
 #pragma unroll
         for (int h = 0; h < THREAD_ROWS; h++) {
             float(&x)[PANELS][4] = elements[h];
             float largest = rotate_row(x, lane);
-            bool counts = largest >= 0x1p-60f;
-            float inverse = counts ? 127.0f * rcp(largest) : 0.0f;
-            rows.scale[h] = counts ? largest * bits_float(0x3C010204) : 0.0f;
+            QueryStep step = query_step(largest);
+            rows.scale[h] = step.step;
             int sum = 0;
 #pragma unroll
             for (int panel = 0; panel < PANELS; panel++) {
-                u32 r[4];
-#pragma unroll
-                for (int i = 0; i < 4; i++) r[i] = float_bits(x[panel][i] * inverse + MAGIC);
-                u32 word = __byte_perm(__byte_perm(r[0], r[1], 0x0040), __byte_perm(r[2], r[3], 0x0040), 0x5410);
-                if (K_SHIFTS || K_HALF_STEPS) sum = signed_byte_sum(word, sum);
+                u32 word = query_codes(x[panel], step.inverse);
+                if (Keys::HAS_SHIFTS || Keys::HAS_HALF_STEPS) sum = signed_byte_sum(word, sum);
                 sts32(queries + (panel * 64 + 16 * warp + 8 * h + lane / 4) * 16 + 4 * (lane % 4), word);
             }
-            rows.sum[h] = K_SHIFTS || K_HALF_STEPS ? quad_sum(sum) : 0;
+            rows.sum[h] = Keys::HAS_SHIFTS || Keys::HAS_HALF_STEPS ? quad_sum(sum) : 0;
         }
         fence_async();
         barrier_of<128>(WARPGROUP_BARRIER + warpgroup);
     }
 
     // Which of the thread's rows read a tile with residuals, by the window of a side.
-    __device__ __forceinline__ bool is_fine(int h, int index, int window) const { return rows.tile[h] < index + window; }
+    METHOD bool is_fine(int h, int index, int window) const { return rows.tile[h] < index + window; }
 
     // K's parameters of the thread's tokens.
     struct KeyParams {
         float scale[TILE / 8][2], shift[TILE / 8][2];
     };
-    __device__ __forceinline__ void read_keys(u32 params, KeyParams& k) const {
-        PairParams<K_SCHEME> pairs = {params};
+    METHOD void read_keys(u32 params, KeyParams& k) const {
+        PairParams<Keys::SCHEME> pairs = {params};
 #pragma unroll
         for (int j = 0; j < TILE / 8; j++) pairs.read(8 * j + 2 * (lane % 4), k.scale[j], k.shift[j]);
     }
     // Scores from sums of integers. Without score modifiers they still are to be multiplied by the row's scale.
-    __device__ __forceinline__ void find_scores(const int (&sums)[SUMS_OF_TILE], int index, const KeyParams& k, float (&s)[SUMS_OF_TILE]) const {
+    METHOD void find_scores(const int (&sums)[SUMS_OF_TILE], int index, const KeyParams& k, float (&s)[SUMS_OF_TILE]) const {
         int bias[2] = {};
 #pragma unroll
         for (int h = 0; h < THREAD_ROWS; h++) {
-            if (K_SHIFTS) bias[h] = -8 * rows.sum[h];
-            if (K_HALF_STEPS) bias[h] = rows.sum[h] * (K_WINDOW && is_fine(h, index, K_WINDOW) ? -255 : -240);
+            if (Keys::HAS_SHIFTS) bias[h] = -8 * rows.sum[h];
+            if (Keys::HAS_HALF_STEPS) bias[h] = rows.sum[h] * (Keys::WINDOW && is_fine(h, index, Keys::WINDOW) ? -255 : -240);
         }
 #pragma unroll
         for (int j = 0; j < TILE / 8; j++)
 #pragma unroll
             for (int n = 0; n < 2 * THREAD_ROWS; n++) {
                 int h = n / 2, e = n % 2, sum = sums[4 * j + n];
-                if (K_SHIFTS) sum = sum + bias[h];
-                if (K_HALF_STEPS) sum = sum * 2 + bias[h];
+                if (Keys::HAS_SHIFTS) sum = sum + bias[h];
+                if (Keys::HAS_HALF_STEPS) sum = sum * 2 + bias[h];
                 float x = (float)sum;
-                if (K_SCHEME != INT8_TENSOR) x = x * k.scale[j][e];
-                if (K_SHIFTS) x = x + (float)rows.sum[h] * k.shift[j][e];
+                if (Keys::SCHEME != INT8_TENSOR) x = x * k.scale[j][e];
+                if (Keys::HAS_SHIFTS) x = x + (float)rows.sum[h] * k.shift[j][e];
                 s[4 * j + n] = HAS_SCORE_MODS ? x * rows.scale[h] : x;
             }
         if (HAS_SCORE_MODS) modify_scores(s, index);
@@ -108,7 +101,7 @@ struct IntegerTiles : Warpgroup {
         float shift[2];  // z
     };
     // Replaces scores by weights, and updates the maxima and sums.
-    __device__ __forceinline__ void weigh_tile(float (&s)[SUMS_OF_TILE], int index, u32 params, Weighed& w) {
+    METHOD void weigh_tile(float (&s)[SUMS_OF_TILE], int index, u32 params, Weighed& w) {
         bool full = rows.see_all(index * TILE);
         if (!full) each_hidden(index, [&](int i) { s[i] = MINUS_INFINITY; });
         float top[2];
@@ -140,7 +133,7 @@ struct IntegerTiles : Warpgroup {
         WeightStep step[2];
 #pragma unroll
         for (int h = 0; h < THREAD_ROWS; h++) {
-            step[h] = weight_step(quad_max(largest[h]), V_WINDOW && is_fine(h, index, V_WINDOW));
+            step[h] = weight_step(quad_max(largest[h]), Values::WINDOW && is_fine(h, index, Values::WINDOW));
             w.step[h] = step[h].step;
             u32 sum = quad_sum((int)(units[h] - 16 * WEIGHT_BASE_BITS));
             l[h] = fmaf((float)(int)sum, exp2i(-22) * w.beta[h], l[h] * w.alpha[h]);
@@ -162,16 +155,16 @@ struct IntegerTiles : Warpgroup {
             for (int h = 0; h < THREAD_ROWS; h++) {
                 u32 word = __byte_perm(__byte_perm(b[h][0], b[h][1], 0x0051), __byte_perm(b[h][2], b[h][3], 0x0051), 0x5410);
                 w.a[panel / 2][panel % 2 * 2 + h] = word;
-                if (V_INT4) w.sum[h] = byte_sum(word, w.sum[h]);
+                if (Values::HAS_NIBBLES) w.sum[h] = byte_sum(word, w.sum[h]);
             }
         }
-        if (V_INT4)
+        if (Values::HAS_NIBBLES)
 #pragma unroll
             for (int h = 0; h < THREAD_ROWS; h++) w.sum[h] = quad_sum(w.sum[h]);
     }
     // Products of weights with V's scales, the largest of each row, and the sums with V's shifts.
-    __device__ __forceinline__ void scale_weights(float (&s)[SUMS_OF_TILE], bool exist, u32 params, float (&largest)[2], float (&shifts)[2]) const {
-        PairParams<V_SCHEME> v = {params};
+    METHOD void scale_weights(float (&s)[SUMS_OF_TILE], bool exist, u32 params, float (&largest)[2], float (&shifts)[2]) const {
+        PairParams<Values::SCHEME> v = {params};
         float z[2][2] = {};
 #pragma unroll
         for (int j = 0; j < TILE / 8; j++) {
@@ -179,19 +172,19 @@ struct IntegerTiles : Warpgroup {
             v.read(8 * j + 2 * (lane % 4), scale, shift);
 #pragma unroll
             for (int e = 0; e < 2; e++) {
-                if (has_row_scales(V_SCHEME) && !exist) scale[e] = finite_scale(scale[e]);
-                if (V_SHIFTS && !exist) shift[e] = finite(shift[e]);
+                if (Values::HAS_PARAMS && !exist) scale[e] = finite_scale(scale[e]);
+                if (Values::HAS_SHIFTS && !exist) shift[e] = finite(shift[e]);
 #pragma unroll
                 for (int h = 0; h < THREAD_ROWS; h++) {
                     float& x = s[4 * j + 2 * h + e];
-                    if (V_SHIFTS) z[h][e] = z[h][e] + x * shift[e];
-                    if (has_row_scales(V_SCHEME)) x = x * scale[e];
+                    if (Values::HAS_SHIFTS) z[h][e] = z[h][e] + x * shift[e];
+                    if (Values::HAS_PARAMS) x = x * scale[e];
                 }
             }
 #pragma unroll
             for (int h = 0; h < THREAD_ROWS; h++) largest[h] = largest_of_positive(largest[h], s[4 * j + 2 * h], s[4 * j + 2 * h + 1]);
         }
-        if (V_SHIFTS)
+        if (Values::HAS_SHIFTS)
 #pragma unroll
             for (int h = 0; h < THREAD_ROWS; h++) shifts[h] = quad_sum(z[h][0] + z[h][1]);
     }
@@ -202,36 +195,36 @@ struct IntegerTiles : Warpgroup {
     struct Place {
         u32 codes, params, residuals;
     };
-    __device__ __forceinline__ Place wait_keys_or_values(bool is_k, bool residuals) {
-        if constexpr (UNPACKS) {
+    METHOD Place wait_keys_or_values(bool is_k, bool residuals) {
+        if constexpr (Config::UNPACKS) {
             u32 at = unpacked.wait();
             UnpackedRing next = unpacked;
             next.advance();
-            return {at, at + UNPACKED_PARAMS, residuals ? next.wait() : 0};
+            return {at, at + Config::UNPACKED_PARAMS, residuals ? next.wait() : 0};
         } else if (is_k) {
             u32 at = ring.wait();
-            return {at, at + K_CODES, 0};
+            return {at, at + Stage::K_CODES, 0};
         } else {
             u32 at = ring.wait();
-            if (KV_ONE_STAGE) at += K_BYTES_OF_BLOCK;
-            return {at, at + V_CODES, 0};
+            if (Stage::HOLDS_BOTH) at += Stage::K_BLOCK_BYTES;
+            return {at, at + Stage::V_CODES, 0};
         }
     }
-    __device__ __forceinline__ void release_keys_or_values(bool is_k, bool residuals) {
-        if constexpr (UNPACKS) {
+    METHOD void release_keys_or_values(bool is_k, bool residuals) {
+        if constexpr (Config::UNPACKS) {
             unpacked.release(lane);
             if (residuals) unpacked.release(lane);
-        } else if (!KV_ONE_STAGE || !is_k) {
+        } else if (!Stage::HOLDS_BOTH || !is_k) {
             release_stages(ring, 1, lane);
         }
     }
-    __device__ __forceinline__ void multiply_keys(const Place& at, int index, int (&sums)[SUMS_OF_TILE]) const {
+    METHOD void multiply_keys(const Place& at, int index, int (&sums)[SUMS_OF_TILE]) const {
         u64 q = matrices(queries, 64 * 16), k = matrices(at.codes, TILE * 16);
         products_begin();
 #pragma unroll
         for (int i = 0; i < PANELS / 2; i++)
-            Products<!K_INT4>::multiply_shared(sums, matrices_behind(q, i * 2 * 64 * 16), matrices_behind(k, i * 2 * TILE * 16), i > 0);
-        if (K_WINDOW && at.residuals)
+            Products<!Keys::HAS_NIBBLES>::multiply_shared(sums, matrices_behind(q, i * 2 * 64 * 16), matrices_behind(k, i * 2 * TILE * 16), i > 0);
+        if (Keys::WINDOW && at.residuals)
 #pragma unroll
             for (int i = 0; i < PANELS / 2; i++) {
                 // The queries of rows that read K with residuals.
@@ -239,7 +232,7 @@ struct IntegerTiles : Warpgroup {
 #pragma unroll
                 for (int n = 0; n < 4; n++) {
                     u32 word = lds32(queries + ((2 * i + n / 2) * 64 + 16 * warp + 8 * (n % 2) + lane / 4) * 16 + 4 * (lane % 4));
-                    a[n] = n % 2 < THREAD_ROWS && is_fine(n % 2, index, K_WINDOW) ? word : 0;
+                    a[n] = n % 2 < THREAD_ROWS && is_fine(n % 2, index, Keys::WINDOW) ? word : 0;
                 }
                 Products<false>::multiply_signed(sums, a, matrices(at.residuals + i * 2 * TILE * 16, TILE * 16), true);
             }
@@ -248,46 +241,46 @@ struct IntegerTiles : Warpgroup {
     // Dims of a thread whose products are found at once: all, or few where warps multiply for themselves, which leaves registers for O.
     static constexpr int AT_ONCE = ATTN_BULK ? ELEMENTS : 16;
     static constexpr u32 BYTES_OF_ELEMENT = 32;  // two dims of 16 tokens
-    __device__ __forceinline__ void multiply_values(const Place& at, int index, const Weighed& w, int first, int (&values)[AT_ONCE]) const {
+    METHOD void multiply_values(const Place& at, int index, const Weighed& w, int first, int (&values)[AT_ONCE]) const {
         u64 v = matrices(at.codes, HEAD_DIM * 16);
         products_begin();
 #pragma unroll
-        for (int i = 0; i < 2; i++) Products<!V_INT4>::multiply_unsigned(values, w.a[i], matrices_behind(v, i * 2 * HEAD_DIM * 16 + first * BYTES_OF_ELEMENT), i > 0);
-        if (V_WINDOW && at.residuals)
+        for (int i = 0; i < 2; i++) Products<!Values::HAS_NIBBLES>::multiply_unsigned(values, w.a[i], matrices_behind(v, i * 2 * HEAD_DIM * 16 + first * BYTES_OF_ELEMENT), i > 0);
+        if (Values::WINDOW && at.residuals)
 #pragma unroll
             for (int i = 0; i < 2; i++) {
                 u32 a[4];
 #pragma unroll
-                for (int n = 0; n < 4; n++) a[n] = n % 2 < THREAD_ROWS && is_fine(n % 2, index, V_WINDOW) ? w.a[i][n] : 0;
+                for (int n = 0; n < 4; n++) a[n] = n % 2 < THREAD_ROWS && is_fine(n % 2, index, Values::WINDOW) ? w.a[i][n] : 0;
                 Products<false>::multiply_unsigned(values, a, matrices(at.residuals + i * 2 * HEAD_DIM * 16 + first * BYTES_OF_ELEMENT, HEAD_DIM * 16), true);
             }
         products_commit();
     }
-    __device__ __forceinline__ void fold(const int (&values)[AT_ONCE], int first, int index, const Weighed& w) {
+    METHOD void fold(const int (&values)[AT_ONCE], int first, int index, const Weighed& w) {
         float unit[2];
         int bias[2] = {};
 #pragma unroll
         for (int h = 0; h < THREAD_ROWS; h++) {
-            unit[h] = V_SHIFTS ? w.step[h] : w.step[h] * w.beta[h];
-            if (V_SHIFTS) bias[h] = -8 * w.sum[h];
-            if (V_HALF_STEPS) bias[h] = w.sum[h] * (V_WINDOW && is_fine(h, index, V_WINDOW) ? -255 : -240);
+            unit[h] = Values::HAS_SHIFTS ? w.step[h] : w.step[h] * w.beta[h];
+            if (Values::HAS_SHIFTS) bias[h] = -8 * w.sum[h];
+            if (Values::HAS_HALF_STEPS) bias[h] = w.sum[h] * (Values::WINDOW && is_fine(h, index, Values::WINDOW) ? -255 : -240);
         }
 #pragma unroll
         for (int i = 0; i < AT_ONCE; i++) {
             if (!is_of_row(i)) continue;
             int h = i / 2 % 2, sum = values[i];
             float& x = o[first + i];
-            if (V_SHIFTS) sum = sum + bias[h];
-            if (V_HALF_STEPS) sum = sum * 2 + bias[h];
-            if (V_SHIFTS) x = fmaf(fmaf((float)sum, unit[h], w.shift[h]), w.beta[h], x);
+            if (Values::HAS_SHIFTS) sum = sum + bias[h];
+            if (Values::HAS_HALF_STEPS) sum = sum * 2 + bias[h];
+            if (Values::HAS_SHIFTS) x = fmaf(fmaf((float)sum, unit[h], w.shift[h]), w.beta[h], x);
             else x = fmaf((float)sum, unit[h], x);
         }
     }
 
     // Folds a tile into the segment's state.
-    __device__ __forceinline__ void tile(const Part& part, int index) {
-        bool residuals = WINDOW && index >= part.first_residual_tile;
-        Place at = wait_keys_or_values(true, K_WINDOW && residuals);
+    METHOD void tile(const WorkRange& range, int index) {
+        bool residuals = WINDOW && index >= range.first_residual_tile;
+        Place at = wait_keys_or_values(true, Keys::WINDOW && residuals);
         int sums[SUMS_OF_TILE];
         multiply_keys(at, index, sums);
         KeyParams k;
@@ -295,8 +288,8 @@ struct IntegerTiles : Warpgroup {
         products_wait<0>();
         float s[SUMS_OF_TILE];
         find_scores(sums, index, k, s);
-        release_keys_or_values(true, K_WINDOW && residuals);
-        at = wait_keys_or_values(false, V_WINDOW && residuals);
+        release_keys_or_values(true, Keys::WINDOW && residuals);
+        at = wait_keys_or_values(false, Values::WINDOW && residuals);
         Weighed w = {};
         w.alpha[0] = w.alpha[1] = 1.0f;
         if (has_rows) weigh_tile(s, index, at.params, w);
@@ -309,25 +302,25 @@ struct IntegerTiles : Warpgroup {
                 for (int i = 0; i < ELEMENTS; i++)
                     if (is_of_row(i)) o[i] = o[i] * w.alpha[i / 2 % 2];
             products_wait<0>();
-            if (first + AT_ONCE == ELEMENTS) release_keys_or_values(false, V_WINDOW && residuals);
+            if (first + AT_ONCE == ELEMENTS) release_keys_or_values(false, Values::WINDOW && residuals);
             if (has_rows) fold(values, first, index, w);
         }
     }
 
     // Waits for a tile's stages and passes them on.
-    __device__ __forceinline__ void pass_tile(const Part& part, int index) {
-        bool residuals = WINDOW && index >= part.first_residual_tile;
-        wait_keys_or_values(true, K_WINDOW && residuals);
-        release_keys_or_values(true, K_WINDOW && residuals);
-        wait_keys_or_values(false, V_WINDOW && residuals);
-        release_keys_or_values(false, V_WINDOW && residuals);
+    METHOD void pass_tile(const WorkRange& range, int index) {
+        bool residuals = WINDOW && index >= range.first_residual_tile;
+        wait_keys_or_values(true, Keys::WINDOW && residuals);
+        release_keys_or_values(true, Keys::WINDOW && residuals);
+        wait_keys_or_values(false, Values::WINDOW && residuals);
+        release_keys_or_values(false, Values::WINDOW && residuals);
     }
     // A span's state: those of its segments merge in shared memory.
-    __device__ __forceinline__ void attend_span(const Part& part, int index, int end) {
+    METHOD void attend_span(const WorkRange& range, int index, int end) {
         if (!multiplies()) {
             clear();
 #pragma unroll 1
-            for (; index < end; index++) pass_tile(part, index);
+            for (; index < end; index++) pass_tile(range, index);
             return;
         }
         float span_m[2], span_l[2];
@@ -337,7 +330,7 @@ struct IntegerTiles : Warpgroup {
             clear();
             int until = min(end, index + (1 << SEGMENT_SHIFT));
 #pragma unroll 1
-            for (; index < until; index++) tile(part, index);
+            for (; index < until; index++) tile(range, index);
             if (has_span) merge_behind(span_m, span_l, [&](int i) { return lds128(state + i * 2048); });
             if (index >= end) return;
             has_span = true;
@@ -350,3 +343,5 @@ struct IntegerTiles : Warpgroup {
         }
     }
 };
+
+}  // namespace attn

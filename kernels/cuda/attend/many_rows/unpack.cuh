@@ -2,13 +2,15 @@
 #pragma once
 #include "attend/pipeline.cuh"
 
+namespace attn {
+
 // ---- to bytes ----
 
 // Nibbles of a side's tile to bytes: eight rows of 16 low nibbles, then those of the high ones. Half steps are 16 times as large. `thread`: of
 // the team's unpackers.
 template <bool IS_SIXTEENFOLD> DEVICE void unpack_nibbles(u32 from, u32 to, int thread) {
 #pragma unroll 2
-    for (int i = thread; i < TILE * HEAD_DIM / 32; i += 32 * UNPACKERS) {
+    for (int i = thread; i < TILE * HEAD_DIM / 32; i += 32 * Config::UNPACKERS) {
         float4 x = lds128(from + i * 16);
         u32 words[4] = {float_bits(x.x), float_bits(x.y), float_bits(x.z), float_bits(x.w)};
         float low[4], high[4];
@@ -25,7 +27,7 @@ template <bool IS_SIXTEENFOLD> DEVICE void unpack_nibbles(u32 from, u32 to, int 
 // A side's parameters as floats: of half steps the scale of a sixteenth, of plain codes the scale and the shift.
 template <int SCHEME> DEVICE void unpack_params(u32 from, u32 to, int thread) {
     SideParams<SCHEME, RowScales> params = {from, 0, {}};
-    for (int t = thread; t < TILE; t += 32 * UNPACKERS) {
+    for (int t = thread; t < TILE; t += 32 * Config::UNPACKERS) {
         if constexpr (SCHEME == INT4) {
             float2 x = params.scale_shift(0, t);
             sts64(to + t * 8, x.x, x.y);
@@ -36,9 +38,9 @@ template <int SCHEME> DEVICE void unpack_params(u32 from, u32 to, int thread) {
 }
 // A side of a tile, with its parameters.
 template <bool IS_V> DEVICE void unpack_side(u32 from, u32 to, int thread) {
-    constexpr int SCHEME = IS_V ? V_SCHEME : K_SCHEME;
+    constexpr int SCHEME = IS_V ? Values::SCHEME : Keys::SCHEME;
     unpack_nibbles<SCHEME == ROTATED_INT4>(from, to, thread);
-    unpack_params<SCHEME>(from + (IS_V ? V_CODES : K_CODES), to + UNPACKED_PARAMS, thread);
+    unpack_params<SCHEME>(from + (IS_V ? Stage::V_CODES : Stage::K_CODES), to + Config::UNPACKED_PARAMS, thread);
 }
 
 // ---- fp8 to f16 ----
@@ -54,7 +56,7 @@ template <CodesOf OF, bool ALL_EXIST, int COUNT> struct CodeRows {
     int first_token, tokens;  // along the tokens: of the row, and of those that exist from the tile's first on
 
     // from(n): where the n-th lies.
-    template <class From> __device__ __forceinline__ void widen(From from) const {
+    template <class From> METHOD void widen(From from) const {
 #pragma unroll
         for (int n = 0; n < COUNT; n += BATCH) {
             float4 codes[BATCH];
@@ -65,7 +67,7 @@ template <CodesOf OF, bool ALL_EXIST, int COUNT> struct CodeRows {
                 if (n + i < count) widen_row(codes[i], to + (n + i) * to_stride);
         }
     }
-    __device__ __forceinline__ void widen_row(const float4& codes, u32 at) const {
+    METHOD void widen_row(const float4& codes, u32 at) const {
         u32 words[4] = {float_bits(codes.x), float_bits(codes.y), float_bits(codes.z), float_bits(codes.w)}, pairs[2][4];
 #pragma unroll
         for (int n = 0; n < 4; n++) {
@@ -86,13 +88,13 @@ template <CodesOf OF, bool ALL_EXIST, int COUNT> struct CodeRows {
 
 // A side of a tile that lies along the dims: K, or V in rows, whose tokens behind the last repeat it. A thread has one token.
 template <CodesOf OF> DEVICE void widen_by_dims(u32 from, u32 to, int thread) {
-    constexpr int AT_ONCE = 32 * UNPACKERS / TILE;  // panels
+    constexpr int AT_ONCE = 32 * Config::UNPACKERS / TILE;  // panels
     int token = thread % TILE, panel = thread / TILE;
     CodeRows<OF, true, (PANELS + AT_ONCE - 1) / AT_ONCE> rows = {to + (panel * 2 * TILE + token) * 16, AT_ONCE * 2 * TILE * 16};
     rows.count = PANELS % AT_ONCE == 0 ? PANELS : (PANELS - panel + AT_ONCE - 1) / AT_ONCE;
     rows.widen([&](int n) {
-        if constexpr (PAGE == 0) return chunk_at<K_SWIZZLE>(from, 0, min(panel + n * AT_ONCE, PANELS - 1), token);
-        return from + (thread + n * 32 * UNPACKERS) * 16;
+        if constexpr (PAGE == 0) return chunk_at<Stage::K_SWIZZLE>(from, 0, min(panel + n * AT_ONCE, PANELS - 1), token);
+        return from + (thread + n * 32 * Config::UNPACKERS) * 16;
     });
 }
 // V of a tile of so many tokens in a page: a warp has 16 tokens after the other, in all dims.
@@ -100,7 +102,7 @@ template <bool ALL_EXIST> DEVICE void widen_values(u32 from, u32 to, int tokens,
     constexpr int COUNT = (HEAD_DIM + 31) / 32;
     int lane = thread % 32;
 #pragma unroll 1
-    for (int panel = thread / 32; panel < TILE / 16; panel += UNPACKERS) {
+    for (int panel = thread / 32; panel < TILE / 16; panel += Config::UNPACKERS) {
         CodeRows<CodesOf::V_PAGE, ALL_EXIST, COUNT> rows = {to + (panel * 2 * HEAD_DIM + lane) * 16, 32 * 16};
         rows.count = COUNT;
         rows.first_token = 16 * panel;
@@ -111,3 +113,5 @@ template <bool ALL_EXIST> DEVICE void widen_values(u32 from, u32 to, int tokens,
 DEVICE void widen_values(u32 from, u32 to, int tokens, int thread) {
     tokens < TILE ? widen_values<false>(from, to, tokens, thread) : widen_values<true>(from, to, tokens, thread);
 }
+
+}  // namespace attn

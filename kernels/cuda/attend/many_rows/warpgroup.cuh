@@ -8,36 +8,38 @@
 #include "common/warp_products.cuh"
 #endif
 #include "attend/many_rows/producer.cuh"
-#include "attend/rows.cuh"
+#include "attend/merge.cuh"
+#include "attend/query_rows.cuh"
 
-constexpr int SIDE_BYTES = UNPACKS ? UNPACKED_STAGE : STAGE_BYTES;  // of the stages that floats are read from
-static_assert(INTEGER || (UNPACKS ? UNPACKED_STAGES : STAGES) % (2 * FLOAT_STEP) == 0, "a step's stages lie side by side: select.rs");
+namespace attn {
+
+constexpr int SIDE_BYTES = Config::UNPACKS ? Config::UNPACKED_BYTES : Stage::BYTES;  // of the stages that floats are read from
+static_assert(INTEGER || (Config::UNPACKS ? Config::UNPACKED_STAGES : Config::STAGES) % (2 * Config::FLOAT_STEP) == 0, "a step's stages lie side by side: select.rs");
 constexpr int SUMS_OF_TILE = TILE / 2, ELEMENTS = HEAD_DIM / 2;  // of a thread: scores, and dims of O
-constexpr int THREAD_ROWS = WARPGROUP_ROWS / 32;                 // of the two that a thread has of products
+constexpr int THREAD_ROWS = Config::WARPGROUP_ROWS / 32;                 // of the two that a thread has of products
 static_assert(THREAD_ROWS == 2 || (THREAD_ROWS == 1 && INTEGER), "select.rs");
-constexpr int WARPGROUP_BARRIER = 1 + WARPGROUPS;                // the first of the warpgroups' named barriers
-constexpr int TURN_BARRIER = WARPGROUP_BARRIER + WARPGROUPS;     // the first of those where a warpgroup waits for its turn
+constexpr int WARPGROUP_BARRIER = 1 + Config::WARPGROUPS;                // the first of the warpgroups' named barriers
+constexpr int TURN_BARRIER = WARPGROUP_BARRIER + Config::WARPGROUPS;     // the first of those where a warpgroup waits for its turn
 
 // Whether element i of a thread's products is one of its rows'.
 DEVICE constexpr bool is_of_row(int i) { return i / 2 % 2 < THREAD_ROWS; }
 
 // A thread's rows of a work item: warp row lane/4, and that + 8.
-struct TwoRows {
+struct ThreadRows {
     int start[2], end[2];  // tokens that a row sees
     int position[2], tile[2];
     float slope[2];
     float scale[2];  // of scores
     int sum[2];      // Q, of queries in integers
 
-    __device__ __forceinline__ bool sees(int h, int t) const { return t >= start[h] && t < end[h]; }
-    __device__ __forceinline__ bool see_all(int t0, int tokens = TILE) const {
+    METHOD bool sees(int h, int t) const { return t >= start[h] && t < end[h]; }
+    METHOD bool see_all(int t0, int tokens = TILE) const {
         bool full = true;
 #pragma unroll
         for (int h = 0; h < THREAD_ROWS; h++) full &= start[h] <= t0 && t0 + tokens <= end[h];
         return __all_sync(~0u, full);
     }
 };
-
 
 struct Warpgroup {
     const DecodeParams& p;
@@ -50,31 +52,29 @@ struct Warpgroup {
     int warpgroup, warp, lane;  // `warp`: of the warpgroup
     int first_row;              // of the warp in its work item
     bool has_rows;              // whether some of the warp's rows are no padding
-    TwoRows rows;
+    ThreadRows rows;
     float m[2], l[2], o[ELEMENTS];
 
     // Whether the warp takes part in products: without wgmma it multiplies for itself alone.
-    __device__ __forceinline__ bool multiplies() const { return ATTN_BULK || has_rows; }
+    METHOD bool multiplies() const { return ATTN_BULK || has_rows; }
     DEVICE int token_of(int j, int e, int lane) { return 8 * j + 2 * (lane % 4) + e; }
 
-    __device__ __forceinline__ void find_rows(const Part& part) {
-        QueryBlock queries_of = query_block(p, part.b);
-        int count = p.heads_per_kv * queries_of.tokens, first = first_position(p, queries_of, part.kv_len);
-        has_rows = first_row < count;
+    METHOD void find_rows(const WorkRange& range) {
+        QueryBlock queries_of = query_block(p, range.b);
+        int first = first_position(p, queries_of, range.kv_len);
+        has_rows = first_row < p.heads_per_kv * queries_of.tokens;
 #pragma unroll
         for (int h = 0; h < THREAD_ROWS; h++) {
-            int row = first_row + lane / 4 + 8 * h, i = (u32)row / p.heads_per_kv_divmod, position = first + i;
-            bool real = row < count;
-            // Rows that fill up the tile see everything, so that they never make a full tile look masked.
-            rows.end[h] = !real ? 0x7fffffff : p.causal ? min(max(position + 1, 0), part.kv_len) : part.kv_len;
-            rows.start[h] = !HAS_SCORE_MODS || !real || p.window_left < 0 ? 0 : min(max(position - p.window_left, 0), rows.end[h]);
-            rows.slope[h] = HAS_SCORE_MODS && real && p.alibi_slopes ? p.alibi_slopes[(part.kv_head - i) * p.heads_per_kv + row] : 0.0f;
-            rows.position[h] = position;
-            rows.tile[h] = !real ? 0x7fffffff : max(p.causal ? position : part.kv_len - 1, 0) / TILE;
+            SeenTokens seen = seen_tokens(p, queries_of, range.kv_head, range.kv_len, first, first_row + lane / 4 + 8 * h);
+            rows.start[h] = seen.start;
+            rows.end[h] = seen.end;
+            rows.slope[h] = seen.slope;
+            rows.position[h] = seen.position;
+            rows.tile[h] = seen.tile;
         }
     }
 
-    __device__ __forceinline__ void clear() {
+    METHOD void clear() {
         m[0] = m[1] = MINUS_INFINITY;
         l[0] = l[1] = 0.0f;
 #pragma unroll
@@ -82,13 +82,13 @@ struct Warpgroup {
     }
 
     // Calls hide(i) for the scores of tokens that a row does not see.
-    template <class Hide> __device__ __forceinline__ void each_hidden(int index, Hide hide) const {
+    template <class Hide> METHOD void each_hidden(int index, Hide hide) const {
 #pragma unroll
         for (int i = 0; i < SUMS_OF_TILE; i++)
             if (is_of_row(i) && !rows.sees(i / 2 % 2, index * TILE + token_of(i / 4, i % 2, lane))) hide(i);
     }
     // The largest of a row's numbers: of those that the thread has, and of all.
-    __device__ __forceinline__ float thread_max(const float (&s)[SUMS_OF_TILE], int h) const {
+    METHOD float thread_max(const float (&s)[SUMS_OF_TILE], int h) const {
         float x[2] = {s[2 * h], s[2 * h + 1]};
 #pragma unroll
         for (int j = 1; j < TILE / 8; j++)
@@ -96,9 +96,9 @@ struct Warpgroup {
             for (int e = 0; e < 2; e++) x[e] = fmaxf(x[e], s[4 * j + 2 * h + e]);
         return fmaxf(x[0], x[1]);
     }
-    __device__ __forceinline__ float row_max(const float (&s)[SUMS_OF_TILE], int h) const { return quad_max(thread_max(s, h)); }
+    METHOD float row_max(const float (&s)[SUMS_OF_TILE], int h) const { return quad_max(thread_max(s, h)); }
     // Soft cap and ALiBi.
-    __device__ __forceinline__ void modify_scores(float (&s)[SUMS_OF_TILE], int index) const {
+    METHOD void modify_scores(float (&s)[SUMS_OF_TILE], int index) const {
 #pragma unroll
         for (int i = 0; i < SUMS_OF_TILE; i++) {
             if (!is_of_row(i)) continue;
@@ -115,7 +115,7 @@ struct Warpgroup {
     DEVICE constexpr int element(int i, int n) { return THREAD_ROWS == 2 ? 4 * i + n : 8 * i + n / 2 * 4 + n % 2; }
 
     // Merges the state in registers into the one before it, whose elements `load` gives: the result is in registers.
-    template <class Load> __device__ __forceinline__ void merge_behind(float (&before_m)[2], float (&before_l)[2], Load load) {
+    template <class Load> METHOD void merge_behind(float (&before_m)[2], float (&before_l)[2], Load load) {
         MergeScale w[2];
 #pragma unroll
         for (int h = 0; h < THREAD_ROWS; h++) {
@@ -135,8 +135,10 @@ struct Warpgroup {
             }
         }
     }
-    template <class Store> __device__ __forceinline__ void store_state(Store store) const {
+    template <class Store> METHOD void store_state(Store store) const {
 #pragma unroll
         for (int i = 0; i < VECTORS; i++) store(i, {o[element(i, 0)], o[element(i, 1)], o[element(i, 2)], o[element(i, 3)]});
     }
 };
+
+}  // namespace attn

@@ -11,8 +11,11 @@
 // Numerics  docs/arithmetic.md. The order of every rounding is the same on every grid.
 // Shared    split_kv/shared_memory.cuh.
 // Host      kernels/src/cuda: select.rs (configuration), split.rs (launch), smem.rs; attn-cuda/src/native/launch_plan.rs.
-#include "attend/floats.cuh"
 #include "attend/split_kv/merge_teams.cuh"
+#include "attend/split_kv/producer.cuh"
+#include "attend/tile/attend_tile.cuh"
+
+namespace attn {
 
 struct Warp {
     const DecodeParams& p;
@@ -22,51 +25,33 @@ struct Warp {
     int lane, warp_row;
     bool is_producer;
 
-    __device__ __forceinline__ void done_with_stages(int count) {
+    METHOD void done_with_stages(int count) {
 #pragma unroll 1
         for (; count > 0; count--) {
             ring.release(lane);
             if (is_producer) producer.issue(p);
         }
     }
-    __device__ __forceinline__ void tile(const Work& work, int index, const ItemRows& item, State& state) {
-        const Rows& rows = item.rows;
-        int t0 = index * TILE, first = t0 + lane / 4, kv_head = work.kv_head(producer.source.team);
+    METHOD Ring keys_are_read(const Ring&, bool residuals) {
+        if (!Stage::HOLDS_BOTH) done_with_stages(stages_of_keys(residuals));
+        return ring;
+    }
+    METHOD void values_are_read(bool residuals) { done_with_stages(Stage::HOLDS_BOTH ? stages_of_keys(residuals) : stages_of_values(residuals)); }
+    METHOD void tile(const Work& work, int index, const ItemRows& item, State& state) {
         bool residuals = WINDOW && index >= work.first_residual_tile;
-        float s[ROW_GROUPS][Team::SCORES];
-        Ring next = ring;
-        Stages at;
-        wait_keys(next, residuals, at);
-        SideParams<K_SCHEME, RowScales> k = {at.k.at + K_CODES, K_STRIDE, {p.k_scales, p.k_scale_strides, work.sequence, kv_head, t0}};
-        tile_scores(at, k, item.q, team, [&](int g, int e) { return rows.tile[g][e] < index + K_WINDOW; }, s);
-        if (!KV_ONE_STAGE) done_with_stages(stages_of_keys(residuals));
-        if constexpr (HAS_SCORE_MODS) apply_score_mods(p, rows, first, s);
-        bool full = rows.see_all(t0);
-        Hidden hidden = mask(rows, first, full, s);
-        float tops[ROW_GROUPS][2];
-        row_max(s, lane, tops);
-        weigh_scores(s, full, hidden, tops);
-        auto weights = [&](int g, float (&to)[WEIGHTS]) {
-#pragma unroll
-            for (int n = 0; n < WEIGHTS; n++) to[n] = s[g][n];
-        };
-        Rescale r = enter_tile(state, tops);
-        next = ring;
-        wait_values(next, residuals, at);
-        SideParams<V_SCHEME, RowScales> v = {at.v.at + V_CODES, V_STRIDE, {p.v_scales, p.v_scale_strides, work.sequence, kv_head, t0}};
-        tile_values(at, v, full, min(TILE, work.kv_len - t0), weights, r, team, [&](int g, int e) { return rows.tile[g][e] < index + V_WINDOW; }, state);
-        done_with_stages(KV_ONE_STAGE ? stages_of_keys(residuals) : stages_of_values(residuals));
+        TileOf tile = {index, work.sequence, work.kv_head(producer.source.team), work.kv_len, residuals};
+        attend_tile(p, tile, item, ring, team, *this, state);
     }
 
     // The rows and queries of a work item. A team without a work item repeats the last one.
-    __device__ __forceinline__ void enter(const Work& work, ItemRows& item) {
+    METHOD void enter(const Work& work, ItemRows& item) {
         int kv_head = min(work.kv_head(producer.source.team), p.num_kv_heads - 1);
-        item.rows = visible(p, work, kv_head, warp_row, lane);
+        item.rows = seen_rows(p, work, kv_head, warp_row, lane);
         load_query(p, work, kv_head, warp_row, lane, item.q);
     }
 
     // The team's tiles of a work unit. Each segment's state goes to the team's place for the merge.
-    __device__ __forceinline__ void take(const Work& work, const ItemRows& item, Merge& merge) {
+    METHOD void take(const Work& work, const ItemRows& item, Merge& merge) {
         int index, end, step = opaque(work.step()), segment_tiles = work.takes() >= A_SPAN ? 1 << SEGMENT_SHIFT : 1 << 30;
         work.team_tiles(p, producer.source.team, index, end);
         bool first = true;
@@ -84,26 +69,24 @@ struct Warp {
     }
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS, ATTN_CTAS) attn_decode(const __grid_constant__ DecodeParams p ATTN_ROW_MAPS) {
-    SHARED_MEMORY(shared, STAGE_ALIGN);
-    int warp = warp_id(), lane = lane_id(), team = warp / ROW_WARPS;
+extern "C" __global__ void __launch_bounds__(Config::THREADS, Config::CTAS) attn_decode(const __grid_constant__ DecodeParams p ATTN_ROW_MAPS) {
+    SHARED_MEMORY(shared, Stage::ALIGN);
+    int warp = warp_id(), lane = lane_id(), team = warp / Config::ROW_WARPS;
     u32 base = shared_address(shared);
-    u32 barriers = base + SharedMemory::BARRIERS + team * STAGES * 16;
-    if (threadIdx.x < TEAMS * STAGES) Ring::init(base + SharedMemory::BARRIERS + threadIdx.x / STAGES * STAGES * 16, threadIdx.x % STAGES);
+    u32 barriers = base + SharedMemory::BARRIERS + team * Config::STAGES * 16;
+    if (threadIdx.x < Config::TEAMS * Config::STAGES)
+        Ring::init(base + SharedMemory::BARRIERS + threadIdx.x / Config::STAGES * Config::STAGES * 16, threadIdx.x % Config::STAGES);
     __syncthreads();
-    if (threadIdx.x == THREADS - 1) touch_params(p, base + SharedMemory::KEPT);
+    if (threadIdx.x == Config::THREADS - 1) touch_params(p, base + SharedMemory::KEPT);
     // The launch ahead may still run: nothing that it writes has been read so far.
     after_dependencies(p);
-    const RowMaps* rows = nullptr;
-#if ATTN_PAGE == 0
-    rows = &maps;
-#endif
+    const RowMaps* rows = ATTN_ROW_MAPS_OR_NULL;
     Merge merge;
     merge.start(shared);
     Cursor* cursors = (Cursor*)(shared + SharedMemory::CURSORS);
     Cursor first = find_work(p, cursors, (u32*)(shared + SharedMemory::STATES));
-    Ring ring = {base + team * STAGES * STAGE_BYTES, barriers, 0, 0};
-    bool is_producer = ROW_WARPS == 1 || warp % ROW_WARPS == 0;
+    Ring ring = {base + team * Config::STAGES * Stage::BYTES, barriers, 0, 0};
+    bool is_producer = Config::ROW_WARPS == 1 || warp % Config::ROW_WARPS == 0;
     Producer producer;
     producer.source = {cursors + 2 + team, team};
     producer.ring = ring;
@@ -116,7 +99,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, ATTN_CTAS) attn_decode(con
     __syncthreads();  // cursors[0] and the MergeState are visible
     // The other stages are filled after the first queries are loaded: queries behind as many copies arrive 1.5 µs later.
     int ahead = 1;
-    Warp self = {p, producer, ring, {0, 0, lane}, lane, warp % ROW_WARPS * 8 * ROW_GROUPS, is_producer};
+    Warp self = {p, producer, ring, {0, 0, lane}, lane, warp % Config::ROW_WARPS * 8 * ROW_GROUPS, is_producer};
     ItemRows item;
 #pragma unroll 1
     for (int n = 0; cursors[n].is_valid(p); n ^= 1) {
@@ -129,7 +112,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, ATTN_CTAS) attn_decode(con
         }
         if (here.is_fresh) self.enter(work, item);
 #pragma unroll 1
-        for (; ahead < STAGES; ahead++)
+        for (; ahead < Config::STAGES; ahead++)
             if (is_producer) self.producer.issue(p);
         self.take(work, item, merge);
         if (work.has_items()) merge.item(p, work, team, self.warp_row, lane);
@@ -138,3 +121,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, ATTN_CTAS) attn_decode(con
     merge.finish(p);
     wait_for_dependencies();  // a launch that waits for this one relies on those before it, too
 }
+
+}  // namespace attn

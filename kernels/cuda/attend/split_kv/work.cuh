@@ -8,46 +8,16 @@
 // Where all work items have the same number of partials, splits are equal numbers of them. Else partials have a cost: their tiles and the
 // merge at the end of a unit. Counting tiles alone gives the CTA with the most short sequences twice the mean time.
 #pragma once
-#include "attend/config.cuh"
-#include "common/divmod.cuh"
+#include "attend/query_blocks.cuh"
+#include "attend/split_kv/shared_memory.cuh"
+#include "common/scan.cuh"
 
-// The query tokens that are attended together: those of a sequence, or some of them.
-DEVICE QueryBlock query_block(const DecodeParams& p, int b) {
-    if (p.query_blocks) return p.query_blocks[b];
-    return {b, b * p.q_len, p.q_len, 0};
-}
-// Whether an entry of a list is a block: behind the blocks of a list that the device has made there may be others.
-DEVICE bool has_tokens(const DecodeParams& p, int b) { return !p.query_blocks || p.query_blocks[b].tokens > 0; }
-// Tokens of its sequence that follow the cached ones in other shards.
-DEVICE int tokens_after(const DecodeParams& p, const QueryBlock& block) { return LEAVES_SPANS && p.tokens_after ? p.tokens_after[block.sequence] : 0; }
-// Tokens that some of them may see: where causal, up to the last one's position.
-DEVICE int kv_len_of(const DecodeParams& p, const QueryBlock& block) {
-    int kv_len = p.kv_lens[block.sequence];
-    if (!p.causal) return kv_len;
-    return LEAVES_SPANS ? min(max(kv_len + tokens_after(p, block) - block.behind, 0), kv_len) : max(kv_len - block.behind, 0);
-}
-DEVICE int kv_len_of(const DecodeParams& p, int b) { return p.query_blocks ? kv_len_of(p, p.query_blocks[b]) : p.kv_lens[b]; }
-// The position of the first of them, of which `kv_len` tokens are seen; of their sequence's last query token.
-DEVICE int first_position(const DecodeParams& p, const QueryBlock& block, int kv_len) {
-    if (LEAVES_SPANS) return p.kv_lens[block.sequence] + tokens_after(p, block) - block.behind - block.tokens;
-    return kv_len - (p.causal ? 0 : block.behind) - block.tokens;
-}
-DEVICE int last_position(const DecodeParams& p, const QueryBlock& block, int kv_len) { return kv_len + tokens_after(p, block) - 1; }
-
-// The first tile that some of these rows read with residuals: by the window of the first query token, which is the longest.
-DEVICE int first_residual_tile_of(const DecodeParams& p, int tokens, int kv_len) {
-    int window = MAY_BE_DEQUANTIZED ? p.fine_window : WINDOW;
-    return window == 0 ? 0x7fffffff : max(kv_len - (p.causal ? tokens : 1), 0) / TILE - window + 1;
-}
-DEVICE int first_residual_tile_of(const DecodeParams& p, const QueryBlock& block, int kv_len) {
-    if (!LEAVES_SPANS) return first_residual_tile_of(p, block.tokens, kv_len);
-    return WINDOW == 0 ? 0x7fffffff : max(p.causal ? first_position(p, block, kv_len) : last_position(p, block, kv_len), 0) / TILE - WINDOW + 1;
-}
+namespace attn {
 
 enum PartialKind : u8 { SEGMENTS, SPANS, ITEMS };
 // log2 of a partial's tiles; an item is one span at most.
 DEVICE int partial_shift_of(PartialKind partials) { return partials == SEGMENTS ? SEGMENT_SHIFT : SPAN_SHIFT; }
-enum TeamTakes { A_TILE, A_SEGMENT, A_SPAN, AN_ITEM };
+enum TeamGranularity { A_TILE, A_SEGMENT, A_SPAN, AN_ITEM };
 
 // How work is measured; the same in all CTAs.
 struct Measure {
@@ -56,7 +26,7 @@ struct Measure {
 };
 
 // KV heads of a sequence, or groups of four where a team has a work item.
-DEVICE int heads_of(const DecodeParams& p, PartialKind partials) { return partials == ITEMS ? (p.num_kv_heads + TEAMS - 1) / TEAMS : p.num_kv_heads; }
+DEVICE int heads_of(const DecodeParams& p, PartialKind partials) { return partials == ITEMS ? (p.num_kv_heads + Config::TEAMS - 1) / Config::TEAMS : p.num_kv_heads; }
 
 // One sequence's partials, for one KV head and row block.
 struct Sequence {
@@ -86,7 +56,7 @@ struct Work : Sequence {
     u8 partials_here;                  // partials of this unit
     Measure measure;
 
-    __device__ __forceinline__ void enter(const DecodeParams& p, int block, int kv_len) {
+    METHOD void enter(const DecodeParams& p, int block, int kv_len) {
         b = block;
         heads = partial = row_block = 0;
         QueryBlock queries = query_block(p, b);
@@ -94,22 +64,22 @@ struct Work : Sequence {
         first_residual_tile = first_residual_tile_of(p, queries, kv_len);
         (Sequence&)*this = Sequence::of(measure, kv_len);
     }
-    __device__ __forceinline__ bool has_items() const { return measure.partials_are == ITEMS; }
-    __device__ __forceinline__ int kv_head(int team) const { return has_items() ? heads * TEAMS + team : heads; }
-    __device__ __forceinline__ TeamTakes takes() const {
+    METHOD bool has_items() const { return measure.partials_are == ITEMS; }
+    METHOD int kv_head(int team) const { return has_items() ? heads * Config::TEAMS + team : heads; }
+    METHOD TeamGranularity takes() const {
         return measure.partials_are == SEGMENTS ? A_TILE : has_items() ? AN_ITEM : partials_here == 1 ? A_SEGMENT : A_SPAN;
     }
     // Sizes the unit: up to four partials, within the CTA's split, which ends at `end`. With fewer than all teams' some would wait longer
     // for a span than all do for their segments. Where lengths are alike three are better: all CTAs are late then, and one merge less counts
     // for more. Row blocks alternate with each partial.
-    __device__ __forceinline__ void size(const DecodeParams& p, u32 end) {
+    METHOD void size(const DecodeParams& p, u32 end) {
         int left = 1;
         if (measure.partials_are == SPANS && p.row_blocks == 1)
 #pragma unroll
-            for (int i = 1; i < TEAMS; i++) left += partial + i < num_partials && offset + i * partial_cost < end;
-        partials_here = left >= (measure.is_even ? TEAMS - 1 : TEAMS) ? left : 1;
+            for (int i = 1; i < Config::TEAMS; i++) left += partial + i < num_partials && offset + i * partial_cost < end;
+        partials_here = left >= (measure.is_even ? Config::TEAMS - 1 : Config::TEAMS) ? left : 1;
     }
-    __device__ __forceinline__ void next(const DecodeParams& p) {
+    METHOD void next(const DecodeParams& p) {
         offset += partial + partials_here < num_partials ? partials_here * partial_cost : item_cost - partial * partial_cost;
         if (++row_block < p.row_blocks) return;
         row_block = 0;
@@ -119,17 +89,17 @@ struct Work : Sequence {
         if (++b < p.batch) enter(p, b, kv_len_of(p, b));
     }
     // This team's tiles of the unit: first, first + step, … below end.
-    __device__ __forceinline__ void team_tiles(const DecodeParams& p, int team, int& first, int& end) const {
-        TeamTakes take = takes();
+    METHOD void team_tiles(const DecodeParams& p, int team, int& first, int& end) const {
+        TeamGranularity take = takes();
         int shift = partial_shift_of(measure.partials_are), from = partial << shift, each = take == A_TILE ? 0 : take == A_SEGMENT ? SEGMENT_SHIFT : SPAN_SHIFT;
         first = take == AN_ITEM ? 0 : from + (team << each);
         end = min(num_tiles, take == A_TILE ? from + (1 << shift) : first + (1 << each));
         if (take == AN_ITEM ? kv_head(team) >= p.num_kv_heads : take == A_SPAN && team >= partials_here) end = first;
     }
-    __device__ __forceinline__ int step() const { return measure.partials_are == SEGMENTS ? TEAMS : 1; }
+    METHOD int step() const { return measure.partials_are == SEGMENTS ? Config::TEAMS : 1; }
 
     // Moves to the first partial at or after `start` of a sequence that begins at `begin`, in cost over all sequences.
-    __device__ __forceinline__ void seek(const DecodeParams& p, int block, int kv_len, u32 begin, u32 start) {
+    METHOD void seek(const DecodeParams& p, int block, int kv_len, u32 begin, u32 start) {
         enter(p, block, kv_len);
         u32 per_head = item_cost * p.row_blocks, per_partial = partial_cost * p.row_blocks;
         heads = (start - begin) / per_head;
@@ -147,8 +117,8 @@ struct Cursor {
     u32 end;        // cost at the end of the split
     bool is_fresh;  // another work item or row block than the unit before
 
-    __device__ __forceinline__ bool is_valid(const DecodeParams& p) const { return work.offset < end && work.b < p.batch; }
-    __device__ __forceinline__ void next(const DecodeParams& p) {
+    METHOD bool is_valid(const DecodeParams& p) const { return work.offset < end && work.b < p.batch; }
+    METHOD void next(const DecodeParams& p) {
         work.next(p);
         work.size(p, end);
         is_fresh = work.partial == 0 || p.row_blocks > 1;
@@ -156,28 +126,12 @@ struct Cursor {
 };
 static_assert(sizeof(Cursor) <= CURSOR_BYTES, "split_kv/shared_memory.cuh reserves as many bytes");
 
-// Parameters are constants that come from L2 64 bytes at a time, when they are first read: here, while the launch ahead still runs.
-DEVICE void touch_params(const DecodeParams& p, u32 nowhere) {
-    u64 addresses = (u64)p.q ^ (u64)p.page_table ^ (u64)p.kv_lens ^ (u64)p.counters;
-    sts32(nowhere, (u32)addresses ^ p.batch ^ p.max_partials ^ p.heads_per_kv_divmod.shift ^ p.sms_divmod.shift);
-}
-
-// Called before anything is read that an earlier launch writes. Behind an append only the pages that it writes are missing.
-DEVICE void after_dependencies(const DecodeParams& p) {
-    launch_dependents();
-    if (p.appended == 0) wait_for_dependencies();
-}
-// The first tile of a page that the launch ahead writes.
-DEVICE int first_appended_tile(const DecodeParams& p, int kv_len) {
-    return p.appended == 0 ? 0x7fffffff : (kv_len - p.appended) / larger(PAGE, TILE) * TILES_OF_PAGE;
-}
-
 // Sums over sequences, for one KV head and row block.
 struct Counts {
     u32 items, segments, spans, cost;
     int longest, shortest;  // tiles
 
-    __device__ __forceinline__ void add(int tiles) {
+    METHOD void add(int tiles) {
         u32 n = runs_of(tiles, SEGMENT_SHIFT);
         items++;
         segments += n;
@@ -187,7 +141,7 @@ struct Counts {
         shortest = min(shortest, tiles);
     }
     // The sums of all warps from each one's; `before`: of those before this one. `sums` holds six numbers per warp.
-    __device__ __forceinline__ Counts of_all_warps(u32* sums, int warp, Counts& before) const {
+    METHOD Counts of_all_warps(u32* sums, int warp, Counts& before) const {
         u32* of_warp = sums + 6 * warp;
         of_warp[0] = segments;
         of_warp[1] = spans;
@@ -198,7 +152,7 @@ struct Counts {
         __syncthreads();
         Counts all = {0, 0, 0, 0, 0, 0x7fffffff};
 #pragma unroll
-        for (int w = 0; w < THREADS / 32; w++) {
+        for (int w = 0; w < Config::THREADS / 32; w++) {
             of_warp = sums + 6 * w;
             if (w == warp) before = all;
             all.items += of_warp[5];
@@ -212,12 +166,12 @@ struct Counts {
     }
     // A work item of one span may be a team's own, if that takes no more rounds of tiles than sharing it. Its end takes as long as a tile; a
     // shared unit, with a query and a merge at both ends, takes two more.
-    __device__ __forceinline__ Measure measure(const DecodeParams& p) const {
+    METHOD Measure measure(const DecodeParams& p) const {
         u32 blocks = p.num_kv_heads * p.row_blocks;
         // Partials are segments where spans are too few for all CTAs, and the workspace has places for as many.
-        bool few = !LEAVES_SPANS && runs_of(longest, SEGMENT_SHIFT) <= p.max_partials && 3 * spans * blocks < gridDim.x;
+        bool few = !Config::LEAVES_SPANS && runs_of(longest, SEGMENT_SHIFT) <= p.max_partials && 3 * spans * blocks < gridDim.x;
         Measure m = {few ? SEGMENTS : SPANS, false};
-        if (!LEAVES_SPANS && longest <= 1 << SPAN_SHIFT) {
+        if (!Config::LEAVES_SPANS && longest <= 1 << SPAN_SHIFT) {
             u32 by_item = ceil_div(items * heads_of(p, ITEMS) * p.row_blocks, p.ctas_divmod) * (longest + 1);
             u32 shared = few ? ceil_div(segments * blocks, p.ctas_divmod) * 2 : ceil_div(spans * blocks, p.ctas_divmod) * (min(longest, 4) + 2);
             if (by_item <= shared) m.partials_are = ITEMS;
@@ -227,7 +181,7 @@ struct Counts {
         m.is_even = runs_of(longest, shift) == runs_of(least, shift) && 4 * max(1, least) >= 3 * longest;
         return m;
     }
-    __device__ __forceinline__ u32 of(const Measure& m) const {
+    METHOD u32 of(const Measure& m) const {
         return !m.is_even ? cost : m.partials_are == SEGMENTS ? segments : m.partials_are == SPANS ? spans : items;
     }
 };
@@ -239,15 +193,15 @@ struct Counts {
 DEVICE void partition(const DecodeParams& p, bool is_even, u32 total, u32& start, u32& end) {
     u32 ctas = gridDim.x, i = blockIdx.x, each = ceil_div(total, p.ctas_divmod), rounds = 1;
 #pragma unroll
-    for (int n = 1; n < ATTN_CTAS; n++) rounds += total > each * n * p.sms_divmod.divisor;
-    if (is_even && (ATTN_CTAS == 1 || each * rounds <= ceil_div(total, p.sms_divmod))) {
+    for (int n = 1; n < Config::CTAS; n++) rounds += total > each * n * p.sms_divmod.divisor;
+    if (is_even && (Config::CTAS == 1 || each * rounds <= ceil_div(total, p.sms_divmod))) {
         start = min(total, each * i);
         end = min(total, start + each);
         return;
     }
     if (is_even) {
         u32 round = i / p.sms_divmod;
-        i = (i - round * p.sms_divmod.divisor) * ATTN_CTAS + round;
+        i = (i - round * p.sms_divmod.divisor) * Config::CTAS + round;
     }
     each = total / p.ctas_divmod;
     u32 rest = total - each * ctas;
@@ -260,7 +214,7 @@ DEVICE void partition(const DecodeParams& p, bool is_even, u32 total, u32& start
 DEVICE Cursor find_work(const DecodeParams& p, Cursor* found, u32* sums) {
     bool alone = p.batch <= 32;
     int lane = threadIdx.x % 32, warp = warp_id(), thread = alone ? lane : threadIdx.x;
-    int chunk = alone ? 1 : (p.batch + THREADS - 1) / THREADS, begin = min(p.batch, thread * chunk), stop = min(p.batch, begin + chunk);
+    int chunk = alone ? 1 : (p.batch + Config::THREADS - 1) / Config::THREADS, begin = min(p.batch, thread * chunk), stop = min(p.batch, begin + chunk);
     Counts mine = {0, 0, 0, 0, 0, 0x7fffffff};
     int kv_len = 0;
     for (int b = begin; b < stop && has_tokens(p, b); b++) {
@@ -273,12 +227,7 @@ DEVICE Cursor find_work(const DecodeParams& p, Cursor* found, u32* sums) {
     Work& work = cursor.work;
     work.measure = all.measure(p);
     u32 up_to = mine.of(work.measure), blocks = heads_of(p, work.measure.partials_are) * p.row_blocks;
-    if (p.batch > 1)
-#pragma unroll
-        for (int i = 1; i < 32; i *= 2) {
-            u32 other = __shfl_up_sync(~0u, up_to, i);
-            if (lane >= i) up_to += other;
-        }
+    if (p.batch > 1) up_to = running_sum(up_to, lane);
     u32 until = (before.of(work.measure) + up_to) * blocks, from = until - mine.of(work.measure) * blocks, total = all.of(work.measure) * blocks;
     u32 start, end;
     partition(p, work.measure.is_even, total, start, end);
@@ -308,3 +257,5 @@ DEVICE Cursor find_work(const DecodeParams& p, Cursor* found, u32* sums) {
     __syncthreads();
     return *found;
 }
+
+}  // namespace attn

@@ -6,7 +6,7 @@ use attn_kernels::cuda::KernelConfig;
 /// The most work of a launch, in half tiles: kernels add it up in 32 bits, and divide sums of less than 2^31.
 pub(super) const MOST_WORK: u64 = 1 << 30;
 
-/// The work that kernels add up in order to split it: `cost_of_item` of `split.cuh` for each KV head and row block of every sequence.
+/// The work that kernels add up in order to split it: `cost_of_item` of `attend/split_kv/work.cuh` for each KV head and row block of every sequence.
 pub(super) fn work(
     problem: &Problem,
     config: KernelConfig,

@@ -2,23 +2,10 @@
 //
 // A register has four bytes of row lane/4 (`x[..][0]`), or of that row + 8 (`x[..][1]`). One `ldmatrix` reads eight rows of 16 bytes.
 #pragma once
-#include "attend/query.cuh"
-#include "attend/team.cuh"
+#include "attend/stage.cuh"
 
-// Codes or residuals of a side's tile.
-struct Codes {
-    u32 at;
-    int stride;  // from block to block
-};
+namespace attn {
 
-// A tile in its stages; `residuals` says whether those are there.
-struct Stages {
-    Codes k, v, k_residuals, v_residuals;
-    bool residuals;
-};
-
-// A residual's step, in scales.
-constexpr float RESIDUAL_STEP = 0.0625f;
 // Sums of half steps count residuals' steps where residuals are read. Elsewhere those of low nibbles count scales, and those of high ones, which
 // are 16 times as large, eighths: that costs the fewest instructions. `is_high`: of a lane's second row. All in residuals' steps:
 DEVICE float half_steps_unit(bool residuals, bool is_high) { return residuals ? 1.0f : is_high ? 2.0f : 16.0f; }
@@ -39,8 +26,8 @@ DEVICE void load_keys8(const Codes& k, int t, int lane, u32 (&x)[PANELS][2]) {
     int row = in_block(t) + lane % 16;
     u32 block = k.at + block_of(t) * k.stride;
     auto at = [&](int panel, int more) {
-        if constexpr (PAGE == 0) return chunk_at<K_SWIZZLE>(k.at, panel, more, row);
-        return block + ((panel + more) * BLOCK + row) * 16;
+        if constexpr (PAGE == 0) return chunk_at<Stage::K_SWIZZLE>(k.at, panel, more, row);
+        return block + ((panel + more) * Stage::BLOCK + row) * 16;
     };
 #pragma unroll
     for (int panel = 0; panel + 1 < PANELS; panel += 2) {
@@ -59,7 +46,7 @@ DEVICE void load_keys8(const Codes& k, int t, int lane, u32 (&x)[PANELS][2]) {
 // The same in 4 bits; tokens t + 8 … are in the high nibbles.
 DEVICE void load_keys4(const Codes& k, int t, int lane, u32 (&x)[PANELS][2]) {
     u32 block = k.at + block_of(t) * k.stride + (in_block(t) / 2 + lane % 8) * 16;
-    auto at = [&](int panel) { return block + panel * (BLOCK / 2) * 16; };
+    auto at = [&](int panel) { return block + panel * (Stage::BLOCK / 2) * 16; };
 #pragma unroll
     for (int panel = 0; panel < PANELS; panel += 4) {
         u32 y[4];
@@ -83,7 +70,7 @@ DEVICE void load_keys4(const Codes& k, int t, int lane, u32 (&x)[PANELS][2]) {
 
 // 16 dims of V, the warp's j-th, in 8 bits: x[panel] has bytes 4·(lane%4) + {0..3}, in slot order, of a panel of 16 tokens.
 DEVICE void load_values8(const Codes& v, int j, int lane, u32 (&x)[4][2]) {
-    constexpr int IN_BLOCK = BLOCK / 16;
+    constexpr int IN_BLOCK = Stage::BLOCK / 16;
 #pragma unroll
     for (int pair = 0; pair < 4; pair += 2) {
         u32 y[4];
@@ -98,7 +85,7 @@ DEVICE void load_value_rows(const Codes& v, int j, int lane, u32 (&x)[4][2]) {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         u32 y[4];
-        ldmatrix_x4_trans(y, chunk_at<V_SWIZZLE>(v.at, j, 0, 32 * half + lane));
+        ldmatrix_x4_trans(y, chunk_at<Stage::V_SWIZZLE>(v.at, j, 0, 32 * half + lane));
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             x[2 * half + i][0] = __byte_perm(y[2 * i], y[2 * i + 1], 0x6420);
@@ -108,7 +95,7 @@ DEVICE void load_value_rows(const Codes& v, int j, int lane, u32 (&x)[4][2]) {
 }
 // The same in 4 bits; dims + 8 are in the high nibbles.
 DEVICE void load_values4(const Codes& v, int j, int lane, u32 (&x)[4][2]) {
-    constexpr int IN_BLOCK = BLOCK / 16;
+    constexpr int IN_BLOCK = Stage::BLOCK / 16;
     int panel = lane / 8;
     u32 y[4];
     ldmatrix_x4(y, v.at + panel / IN_BLOCK * v.stride + (panel % IN_BLOCK * (HEAD_DIM / 2) + 8 * j + lane % 8) * 16);
@@ -116,30 +103,11 @@ DEVICE void load_values4(const Codes& v, int j, int lane, u32 (&x)[4][2]) {
     for (int i = 0; i < 4; i++) split_nibbles(y[i], x[i]);
 }
 DEVICE void load_values(const Codes& v, int j, int lane, u32 (&x)[4][2]) {
-    if constexpr (V_INT4) load_values4(v, j, lane, x);
-    else if constexpr (V_TOKEN_MAJOR) load_value_rows(v, j, lane, x);
+    if constexpr (Values::HAS_NIBBLES) load_values4(v, j, lane, x);
+    else if constexpr (Stage::V_TOKEN_MAJOR) load_value_rows(v, j, lane, x);
     else load_values8(v, j, lane, x);
 }
 // The dim, in a block of 16, of the accumulators of row lane/4 + 8·half.
-DEVICE int dim_of(int half, int lane) { return V_TOKEN_MAJOR ? 2 * (lane / 4) + half : 8 * half + lane / 4; }
+DEVICE int dim_of(int half, int lane) { return Stage::V_TOKEN_MAJOR ? 2 * (lane / 4) + half : 8 * half + lane / 4; }
 
-// A pair of elements of tokens t and t + 1, with 0 for a token beyond the sequence: its bytes may be a NaN, and 0·NaN is not 0.
-DEVICE u32 cached(u32 pair, int t, int tokens) { return t + 1 < tokens ? pair : t < tokens ? pair & 0xffff : 0; }
-
-// The f16 parameters of a side's tile: `rows(at, group, t)` is where the scale of a strided row lies in the stage.
-template <int SCHEME, class Rows> struct SideParams {
-    u32 at;      // of the tile's first block's
-    int stride;  // from block to block
-    Rows rows;
-
-    __device__ __forceinline__ u32 place(int group, int t, int bytes) const { return at + block_of(t) * stride + (group * BLOCK + in_block(t)) * bytes; }
-    __device__ __forceinline__ float scale(int group, int t) const {
-        return half_float(lds16(PAGE == 0 ? rows(at, group, t) : place(group, t, 2)));
-    }
-    // The scale, and the shift that goes with centred codes (`INT4`).
-    __device__ __forceinline__ float2 scale_shift(int group, int t) const {
-        u32 x = lds32(place(group, t, 4));
-        float scale = half_float(x & 0xffff);
-        return make_float2(scale, fmaf(8.0f, scale, half_float(x >> 16)));
-    }
-};
+}  // namespace attn

@@ -1,12 +1,18 @@
 // Section 5 of docs/arithmetic.md: softmax weights of a tile, their bytes, P·V, and the fold into the segment's state.
 #pragma once
-#include "attend/score.cuh"
+#include "attend/stage.cuh"
+#include "attend/tile/codes.cuh"
+#include "attend/tile/score.cuh"
+#include "attend/tile/team.cuh"
+#include "common/arithmetic.cuh"
+
+namespace attn {
 
 template <class Team> struct StateOf {
     float m[ROW_GROUPS][2], l[ROW_GROUPS][2];  // of the lane's columns
     float o[ROW_GROUPS][Team::DIMS / 16][4];   // [2h + e]: of column e, dim 16j + `dim_of`(h)
 
-    __device__ __forceinline__ void clear() {
+    METHOD void clear() {
 #pragma unroll
         for (int g = 0; g < ROW_GROUPS; g++) {
             m[g][0] = m[g][1] = MINUS_INFINITY;
@@ -125,10 +131,6 @@ template <class Team> DEVICE void rescale(StateOf<Team>& state, const Rescale& r
             for (int n = 0; n < 4; n++) state.o[g][j][n] = state.o[g][j][n] * r.alpha[g][n % 2];
 }
 
-// A scale, or a shift, of a token that exists; else a number in the place of what lies there, which may be a NaN, and 0·NaN is not 0.
-DEVICE float finite_scale(float x) { return fminf(fabsf(x), 0x1p20f); }
-DEVICE float finite(float x) { return fminf(fmaxf(x, -0x1p20f), 0x1p20f); }
-
 // V's parameters of a group, of the lane's tokens: [2i + h] is token 16i + 8h + lane/4.
 struct ValueParams {
     float scale[WEIGHTS / 2], shift[WEIGHTS / 2];
@@ -139,21 +141,21 @@ struct ValueParams {
 #pragma unroll
         for (int i = 0; i < WEIGHTS / 2; i++) {
             int t = 8 * i + lane / 4;
-            if constexpr (V_SHIFTS) {
+            if constexpr (Values::HAS_SHIFTS) {
                 float2 x = params.scale_shift(group, t);
                 v.scale[i] = x.x;
                 v.shift[i] = x.y;
-            } else if constexpr (has_row_scales(V_SCHEME)) {
-                v.scale[i] = V_HALF_STEPS ? params.scale(group, t) * RESIDUAL_STEP : params.scale(group, t);
+            } else if constexpr (Values::HAS_PARAMS) {
+                v.scale[i] = Values::HAS_HALF_STEPS ? params.scale(group, t) * RESIDUAL_STEP : params.scale(group, t);
             } else {
                 v.scale[i] = 1.0f;
             }
         }
-        if (has_row_scales(V_SCHEME) && !exist)
+        if (Values::HAS_PARAMS && !exist)
 #pragma unroll
             for (int i = 0; i < WEIGHTS / 2; i++) {
                 v.scale[i] = finite_scale(v.scale[i]);
-                if (V_SHIFTS) v.shift[i] = finite(v.shift[i]);
+                if (Values::HAS_SHIFTS) v.shift[i] = finite(v.shift[i]);
             }
         return v;
     }
@@ -172,7 +174,7 @@ DEVICE void scale_weights(float (&x)[WEIGHTS], const ValueParams& v, int lane, f
     largest[0] = largest[1] = 0.0f;
 #pragma unroll
     for (int n = 0; n < WEIGHTS; n++) {
-        if (has_row_scales(V_SCHEME)) x[n] = x[n] * v.scale[n / 2];
+        if (Values::HAS_PARAMS) x[n] = x[n] * v.scale[n / 2];
         largest[n % 2] = fmaxf(largest[n % 2], x[n]);
     }
     column_max(largest, lane);
@@ -204,7 +206,7 @@ DEVICE void weigh(const float (&p)[WEIGHTS], const ValueParams& v, const float (
         u32 columns = __byte_perm(__byte_perm(b[0], b[2], 0x0051), __byte_perm(b[1], b[3], 0x0051), 0x5410);
         w.panel[i] = __byte_perm(transposed(columns), 0, 0x3120);
     }
-    if constexpr (V_INT4) {
+    if constexpr (Values::HAS_NIBBLES) {
         constexpr u32 ONES = 0x01010101u;
         Sums c = {};
         c = mma_u8_k32(c, ONES, ONES, ONES, ONES, w.panel[0], w.panel[1]);
@@ -212,19 +214,19 @@ DEVICE void weigh(const float (&p)[WEIGHTS], const ValueParams& v, const float (
         w.sum[0] = c.x[0];
         w.sum[1] = c.x[1];
     }
-    if constexpr (V_SHIFTS) shift_sum(p, v, lane, w.shift);
+    if constexpr (Values::HAS_SHIFTS) shift_sum(p, v, lane, w.shift);
 }
 
 DEVICE Sums dot_values(const u32 (&x)[4][2], const u32 (&w)[4], Sums c) {
 #pragma unroll
     for (int i = 0; i < 4; i += 2)
-        c = V_INT4 ? mma_u8_k32(c, x[i][0], x[i][1], x[i + 1][0], x[i + 1][1], w[i], w[i + 1])
+        c = Values::HAS_NIBBLES ? mma_u8_k32(c, x[i][0], x[i][1], x[i + 1][0], x[i + 1][1], w[i], w[i + 1])
                    : mma_s8u8_k32(c, x[i][0], x[i][1], x[i + 1][0], x[i + 1][1], w[i], w[i + 1]);
     return c;
 }
 
 // Sums of 16 dims, the warp's j-th, of all row groups. They count on from MAGIC_BITS, since they stay below 2^22.
-template <class Team> DEVICE void value_sums(const Stages& at, int j, const Weights (&w)[ROW_GROUPS], const Team& team, Sums (&sums)[ROW_GROUPS]) {
+template <class Team> DEVICE void value_sums(const StagedTile& at, int j, const Weights (&w)[ROW_GROUPS], const Team& team, Sums (&sums)[ROW_GROUPS]) {
     constexpr int START = MAGIC_BITS;
     u32 x[4][2];
     load_values(at.v, team.dim() / 16 + j, team.lane, x);
@@ -232,16 +234,16 @@ template <class Team> DEVICE void value_sums(const Stages& at, int j, const Weig
     for (int g = 0; g < ROW_GROUPS; g++) {
         const int(&sum)[2] = w[g].sum;
         Sums start = {START, START, START, START}, &c = sums[g];
-        if (V_SHIFTS) start = {START - 8 * sum[0], START - 8 * sum[1], START - 128 * sum[0], START - 128 * sum[1]};
-        if (V_HALF_STEPS) start = {0, 0, START - 120 * sum[0], START - 120 * sum[1]};
+        if (Values::HAS_SHIFTS) start = {START - 8 * sum[0], START - 8 * sum[1], START - 128 * sum[0], START - 128 * sum[1]};
+        if (Values::HAS_HALF_STEPS) start = {0, 0, START - 120 * sum[0], START - 120 * sum[1]};
         c = dot_values(x, w[g].panel, start);
-        if (V_HALF_STEPS)
+        if (Values::HAS_HALF_STEPS)
 #pragma unroll
             for (int n = 0; n < 2; n++) c.x[n] = c.x[n] * 2 + (START - 15 * sum[n]);
     }
 }
 // The same with residuals, for rows that read V fine.
-template <class Team> DEVICE void add_value_residuals(const Stages& at, int j, const Weights (&w)[ROW_GROUPS], const bool (&is_fine)[ROW_GROUPS][2], const Team& team, Sums (&sums)[ROW_GROUPS]) {
+template <class Team> DEVICE void add_value_residuals(const StagedTile& at, int j, const Weights (&w)[ROW_GROUPS], const bool (&is_fine)[ROW_GROUPS][2], const Team& team, Sums (&sums)[ROW_GROUPS]) {
     u32 x[4][2];
     load_values4(at.v_residuals, team.dim() / 16 + j, team.lane, x);
 #pragma unroll
@@ -262,9 +264,9 @@ struct ValueUnits {
         for (int h = 0; h < 2; h++)
 #pragma unroll
             for (int e = 0; e < 2; e++) {
-                if (V_SHIFTS) units.of[h][e] = h == 1 ? w.step[e] * 0.0625f : w.step[e];  // sums of high nibbles are 16 times as large
+                if (Values::HAS_SHIFTS) units.of[h][e] = h == 1 ? w.step[e] * 0.0625f : w.step[e];  // sums of high nibbles are 16 times as large
                 else units.of[h][e] = w.step[e] * beta[e];
-                if (V_HALF_STEPS) units.of[h][e] = units.of[h][e] * half_steps_unit(residuals, h == 1);
+                if (Values::HAS_HALF_STEPS) units.of[h][e] = units.of[h][e] * half_steps_unit(residuals, h == 1);
             }
         return units;
     }
@@ -274,17 +276,17 @@ DEVICE void fold16(float (&o)[4], const Sums& c, const ValueUnits& units, const 
 #pragma unroll
     for (int n = 0; n < 4; n++) {
         int e = n % 2;
-        if constexpr (V_SHIFTS) o[n] = fmaf(fmaf(counted(c.x[n]), units.of[n / 2][e], w.shift[e]), beta[e], o[n]);
+        if constexpr (Values::HAS_SHIFTS) o[n] = fmaf(fmaf(counted(c.x[n]), units.of[n / 2][e], w.shift[e]), beta[e], o[n]);
         else o[n] = fmaf(counted(c.x[n]), units.of[n / 2][e], o[n]);
     }
 }
 
 // Folds a tile's values into the state. `full`: all rows see all of its tokens; `is_fine(g, e)` says which rows read V with its residuals.
 template <class Params, class WeightsOf, class Team, class Fine>
-DEVICE void fold_values(const Stages& at, const Params& params, bool full, WeightsOf weights, const Rescale& r, const Team& team, Fine is_fine, StateOf<Team>& state) {
+DEVICE void fold_values(const StagedTile& at, const Params& params, bool full, WeightsOf weights, const Rescale& r, const Team& team, Fine is_fine, StateOf<Team>& state) {
     rescale(state, r);
     add_weights(state, weights, r, team.lane);  // here, where its shuffles overlap with those of the maxima
-    bool residuals = V_WINDOW && at.residuals;
+    bool residuals = Values::WINDOW && at.residuals;
     float thresholds[WEIGHTS / 2];
 #pragma unroll
     for (int i = 0; i < WEIGHTS / 2; i++) thresholds[i] = threshold(8 * i + team.lane / 4);
@@ -298,7 +300,7 @@ DEVICE void fold_values(const Stages& at, const Params& params, bool full, Weigh
 #pragma unroll
             for (int g = 0; g < ROW_GROUPS; g++) {
 #pragma unroll
-                for (int e = 0; e < 2; e++) fine[g][e] = V_WINDOW && is_fine(g, e);
+                for (int e = 0; e < 2; e++) fine[g][e] = Values::WINDOW && is_fine(g, e);
                 float p[WEIGHTS];
                 weights(g, p);
                 weigh(p, v, thresholds, fine[g], team.lane, w[g]);
@@ -321,3 +323,5 @@ DEVICE void fold_values(const Stages& at, const Params& params, bool full, Weigh
     if (Team::GROUPS > 1 && full) fold(true);
     else fold(false);
 }
+
+}  // namespace attn

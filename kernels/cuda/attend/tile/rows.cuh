@@ -1,7 +1,10 @@
 // A warp's query rows of a work item: the tokens they see, their queries, and the score modifiers.
 #pragma once
-#include "attend/value.cuh"
-#include "attend/split_kv/work.cuh"
+#include "attend/query_rows.cuh"
+#include "attend/tile/query.cuh"
+#include "attend/tile/value.cuh"
+
+namespace attn {
 
 // By row group and column.
 struct Rows {
@@ -17,36 +20,35 @@ struct Rows {
             for (int e = 0; e < 2; e++) take(g, e);
     }
     // Whether all rows of the warp see all tokens of the tile that starts at t0.
-    __device__ __forceinline__ bool see_all(int t0) const {
+    METHOD bool see_all(int t0) const {
         bool full = true;
         each([&](int g, int e) { full &= start[g][e] <= t0 && t0 + TILE <= end[g][e]; });
         return __all_sync(~0u, full);
     }
-    __device__ __forceinline__ bool sees(int g, int e, int t) const { return t >= start[g][e] && t < end[g][e]; }
+    METHOD bool sees(int g, int e, int t) const { return t >= start[g][e] && t < end[g][e]; }
 };
 
-DEVICE Rows visible(const DecodeParams& p, const Work& work, int kv_head, int warp_row, int lane) {
+// The warp's rows of a work item, from its row `warp_row` on.
+template <class Item> DEVICE Rows seen_rows(const DecodeParams& p, const Item& item, int kv_head, int warp_row, int lane) {
     Rows rows;
-    QueryBlock queries = query_block(p, work.b);
-    int first = first_position(p, queries, work.kv_len);
+    QueryBlock queries = query_block(p, item.b);
+    int first = first_position(p, queries, item.kv_len);
     Rows::each([&](int g, int e) {
-        int r = work.row_block * ROWS + warp_row + g * 8 + 2 * (lane % 4) + e;
-        bool real = r < p.heads_per_kv * queries.tokens;
-        int i = (u32)r / p.heads_per_kv_divmod, position = first + i;
-        // Rows that fill up the tile see everything, so that they never make a full tile look masked.
-        rows.end[g][e] = !real ? 0x7fffffff : p.causal ? min(max(position + 1, 0), work.kv_len) : work.kv_len;
-        rows.start[g][e] = !HAS_SCORE_MODS || !real || p.window_left < 0 ? 0 : min(max(position - p.window_left, 0), rows.end[g][e]);
-        rows.slope[g][e] = HAS_SCORE_MODS && real && p.alibi_slopes ? p.alibi_slopes[(kv_head - i) * p.heads_per_kv + r] : 0.0f;
-        rows.position[g][e] = position;
-        rows.tile[g][e] = !real ? 0x7fffffff : max(p.causal ? position : last_position(p, queries, work.kv_len), 0) / TILE;
+        int row = item.row_block * Config::ROWS + warp_row + g * 8 + 2 * (lane % 4) + e;
+        SeenTokens seen = seen_tokens(p, queries, kv_head, item.kv_len, first, row);
+        rows.end[g][e] = seen.end;
+        rows.start[g][e] = seen.start;
+        rows.slope[g][e] = seen.slope;
+        rows.position[g][e] = seen.position;
+        rows.tile[g][e] = seen.tile;
     });
     return rows;
 }
 
-DEVICE void load_query(const DecodeParams& p, const Work& work, int kv_head, int warp_row, int lane, Query& q) {
+template <class Item> DEVICE void load_query(const DecodeParams& p, const Item& item, int kv_head, int warp_row, int lane, Query& q) {
 #pragma unroll
     for (int g = 0; g < ROW_GROUPS; g++) {
-        float x[PANELS][4], largest = load_row(query_row(p, work, kv_head, warp_row + g * 8 + lane / 4), lane, x);
+        float x[PANELS][4], largest = load_row(query_row(p, item, kv_head, warp_row + g * 8 + lane / 4), lane, x);
         if constexpr (INTEGER) quantize(q, g, x, largest, lane);
         else quantize_float(q, g, x, largest, lane);
     }
@@ -85,3 +87,5 @@ template <int SCORES> DEVICE Hidden mask(const Rows& rows, int first, bool full,
         }
     return hidden;
 }
+
+}  // namespace attn

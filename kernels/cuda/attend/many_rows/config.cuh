@@ -1,0 +1,48 @@
+// What an instance of many_rows.cu is compiled for: a warpgroup of producers, and those that attend 64 rows each, or 32.
+#pragma once
+#include "attend/kernel_defaults.cuh"
+
+namespace attn {
+
+struct ManyRowsConfig : KernelDefaults {
+    static constexpr int WARPGROUPS = 2;                    // that attend
+    static constexpr int TEAM_WARPGROUPS = ATTN_ROW_WARPS;  // of a team: they share a ring of stages and have their own rows
+    static constexpr int TEAMS = WARPGROUPS / TEAM_WARPGROUPS;
+    static constexpr int WARPGROUP_ROWS = 8 * ATTN_ROW_GROUPS;
+    static constexpr int ROWS = WARPGROUP_ROWS * TEAM_WARPGROUPS;  // query rows of a work item
+    static constexpr int THREADS = 128 * (1 + WARPGROUPS);
+    static constexpr int MERGE_THREADS = 128 * TEAM_WARPGROUPS;  // threads that merge a work item's partials
+    static constexpr int LEAST_BLOCK = TILE;                     // products read tiles as pages of 64 tokens have them
+    static constexpr int SHARED_PARTIALS = 2;
+    static constexpr bool MAY_BE_DEQUANTIZED = Keys::SCHEME == F16 && PAGE == TILE;
+    // Whether teams take whole work items: a launch without partials, as launch.rs says.
+#ifdef ATTN_WHOLE_ITEMS
+    static constexpr bool WHOLE_ITEMS = true;
+#else
+    static constexpr bool WHOLE_ITEMS = false;
+#endif
+
+    // Whether codes of 4 bits are turned into bytes, and those of fp8 into f16, by the producers' warps, which then are the readers of their stages.
+    static constexpr bool UNPACKS = Keys::HAS_NIBBLES || Values::HAS_NIBBLES || Keys::SCHEME == FP8;
+    static_assert(!UNPACKS || (Keys::HAS_NIBBLES && Values::HAS_NIBBLES) || Keys::SCHEME == Values::SCHEME, "of both sides, or of none");
+    static constexpr int UNPACKERS = 4 / TEAMS;                                       // warps of a team
+    static constexpr int READERS = UNPACKS ? UNPACKERS : 4 * TEAM_WARPGROUPS;  // warps that read a stage
+    static constexpr bool COPIER_READS = false;
+    static constexpr bool PRODUCTS_READ_STAGES = !UNPACKS;
+    static constexpr int UNPACKED_STAGES = !UNPACKS ? 0 : INTEGER ? 2 : 8 / TEAMS;
+    static constexpr int UNPACKED_PARAMS = TILE * HEAD_DIM * (INTEGER ? 1 : 2);  // where parameters begin in an unpacked stage
+    static constexpr int UNPACKED_BYTES = UNPACKED_PARAMS + (INTEGER ? TILE * 8 : 0);  // of an unpacked stage
+
+    // Tiles of floats that a warpgroup attends at once: two where both warpgroups have the same ones and multiply while others weigh, else one, as a
+    // ring has half of the stages then, and of many dims, which leave registers for one. Where codes are turned, shared memory is what binds: one, and
+    // products read queries from registers. Not of 64 dims: there ptxas (13.0) puts weights into the registers of queries, as many as they are, while
+    // both are needed; .ci/kernels looks for that.
+    static constexpr int FLOAT_STEP = INTEGER || UNPACKS || TEAMS > 1 || HEAD_DIM > 128 || !ATTN_BULK ? 1 : 2;
+    static constexpr bool QUERIES_IN_REGISTERS = !INTEGER && UNPACKS && HEAD_DIM > 64;
+    static constexpr bool TWO_PARTS = !INTEGER && !UNPACKS;  // whether f32 queries may be the sum of two floats; one is finer than any code
+
+    // Index of this thread among those that merge together.
+    static METHOD int merge_thread() { return (threadIdx.x - 128) % MERGE_THREADS; }
+};
+
+}  // namespace attn

@@ -1,0 +1,137 @@
+// Query rows: where they lie, which tokens they see, and their elements, four lanes to a row (sections 2 and 3 of docs/arithmetic.md).
+#pragma once
+#include "attend/query_blocks.cuh"
+#include "attend/rotation.cuh"
+#include "common/arithmetic.cuh"
+#include "common/dtype.cuh"
+
+namespace attn {
+
+// A row of Q and the factor that turns it into q' of section 3. Rows that only pad the MMA load the work item's first row and have factor
+// 0: without a branch, all loads of a row are in flight together.
+struct QueryRow {
+    const u8* row;
+    float factor;
+    int dtype;
+
+    // Elements dim to dim + 3 of q' (dim a multiple of four). NARROW: the row is 16-bit; the caller branches once per row.
+    template <bool NARROW> METHOD void four(int dim, float (&x)[4]) const {
+        if (NARROW) {
+            uint2 v = *(const uint2*)(row + dim * 2);
+            set(widen_pair(v.x, dtype), widen_pair(v.y, dtype), x);
+        } else {
+            float4 v = *(const float4*)(row + dim * 4);
+            set(make_float2(v.x, v.y), make_float2(v.z, v.w), x);
+        }
+    }
+    // Elements dim, dim + 1, dim + 8, dim + 9 of q' (dim even).
+    template <bool NARROW> METHOD void pairs(int dim, float (&x)[4]) const { set(pair<NARROW>(dim), pair<NARROW>(dim + 8), x); }
+    template <bool NARROW> METHOD float2 pair(int dim) const {
+        return NARROW ? widen_pair(*(const u32*)(row + dim * 2), dtype) : *(const float2*)(row + dim * 4);
+    }
+    METHOD void set(float2 a, float2 b, float (&x)[4]) const {
+        x[0] = a.x * factor;
+        x[1] = a.y * factor;
+        x[2] = b.x * factor;
+        x[3] = b.y * factor;
+    }
+};
+// Row number `row` of the work item's row block.
+template <class Item> DEVICE QueryRow query_row(const DecodeParams& p, const Item& item, int kv_head, int row) {
+    int r = item.row_block * Config::ROWS + row;
+    QueryBlock queries = query_block(p, item.b);
+    bool real = r < p.heads_per_kv * queries.tokens;
+    r = real ? r : 0;
+    int i = (u32)r / p.heads_per_kv_divmod, head = (kv_head - i) * p.heads_per_kv + r;
+    float factor = p.log2_scale * (p.k_tensor_scales ? p.k_tensor_scales[kv_head] : 1.0f);
+    return {row_at(p.q, (u64)(queries.first + i) * p.num_q_heads + head, HEAD_DIM, p.dtype), real ? factor : 0.0f, p.dtype};
+}
+
+// The tokens that a query row sees, and what their scores depend on.
+struct SeenTokens {
+    int start, end;
+    int position;  // of the row's query token
+    int tile;      // from which its window of residuals counts
+    float slope;   // of ALiBi
+};
+// Of row number `row` of a query block and KV head; `first`: the position of the block's first token. Rows that only fill up the MMA see everything, so
+// that they never make a full tile look masked.
+DEVICE SeenTokens seen_tokens(const DecodeParams& p, const QueryBlock& queries, int kv_head, int kv_len, int first, int row) {
+    SeenTokens seen;
+    bool real = row < p.heads_per_kv * queries.tokens;
+    int i = (u32)row / p.heads_per_kv_divmod, position = first + i;
+    seen.end = !real ? 0x7fffffff : p.causal ? min(max(position + 1, 0), kv_len) : kv_len;
+    seen.start = !HAS_SCORE_MODS || !real || p.window_left < 0 ? 0 : min(max(position - p.window_left, 0), seen.end);
+    seen.slope = HAS_SCORE_MODS && real && p.alibi_slopes ? p.alibi_slopes[(kv_head - i) * p.heads_per_kv + row] : 0.0f;
+    seen.position = position;
+    seen.tile = !real ? 0x7fffffff : max(p.causal ? position : last_position(p, queries, kv_len), 0) / TILE;
+    return seen;
+}
+
+// Splits two floats into 16-bit floats with x ≈ hi + lo, and packs both hi and both lo.
+template <bool IS_BF16> DEVICE void split_pair(float x, float y, u32& hi, u32& lo) {
+    if constexpr (IS_BF16) {
+        hi = bf16_pair(x, y);
+        lo = bf16_pair(x - bits_float(hi << 16), y - bits_float(hi & 0xffff0000));
+    } else {
+        hi = f16_pair(x, y);
+        lo = f16_pair(x - half_float(hi & 0xffff), y - half_float(hi >> 16));
+    }
+}
+
+// A bool as a type, so that a generic lambda can take it at compile time.
+template <bool IS> struct Is {
+    static constexpr bool value = IS;
+};
+
+// Over the four lanes that share a row.
+DEVICE float quad_max(float x) {
+    x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
+    return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+}
+template <class T> DEVICE T quad_sum(T x) {
+    x += __shfl_xor_sync(~0u, x, 1);
+    return x + __shfl_xor_sync(~0u, x, 2);
+}
+// Loads this lane's elements of N rows: all of them, before one is used.
+template <int N> DEVICE void load_elements(const QueryRow (&rows)[N], int lane, float (&x)[N][PANELS][4]) {
+    auto load = [&](auto narrow) {
+#pragma unroll
+        for (int n = 0; n < N; n++)
+#pragma unroll
+            for (int panel = 0; panel < PANELS; panel++) {
+                if (Keys::BITS == 16) rows[n].template pairs<decltype(narrow)::value>(panel * 16 + 2 * (lane % 4), x[n][panel]);
+                else rows[n].template four<decltype(narrow)::value>(panel * 16 + 4 * (lane % 4), x[n][panel]);
+            }
+    };
+    if (rows[0].dtype == Dtype::F32) load(Is<false>());
+    else load(Is<true>());
+}
+// Rotates a row where K is; returns its largest magnitude.
+DEVICE float rotate_row(float (&x)[PANELS][4], int lane) {
+    if constexpr (Keys::IS_ROTATED) rotate_back<4>(x, lane % 4);
+    float largest[4] = {};
+#pragma unroll
+    for (int panel = 0; panel < PANELS; panel++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) largest[i] = fmaxf(largest[i], fabsf(x[panel][i]));
+    return quad_max(fmaxf(fmaxf(largest[0], largest[1]), fmaxf(largest[2], largest[3])));
+}
+
+// Section 3: the step of a row in 8 bits and its reciprocal, from its largest magnitude; zeros if that is too small to count.
+struct QueryStep {
+    float step, inverse;
+};
+DEVICE QueryStep query_step(float largest) {
+    bool counts = largest >= 0x1p-60f;
+    return {counts ? largest * bits_float(0x3C010204) : 0.0f, counts ? 127.0f * rcp(largest) : 0.0f};
+}
+// Four elements in 8 bits.
+DEVICE u32 query_codes(const float (&x)[4], float inverse) {
+    u32 r[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) r[i] = float_bits(x[i] * inverse + MAGIC);
+    return __byte_perm(__byte_perm(r[0], r[1], 0x0040), __byte_perm(r[2], r[3], 0x0040), 0x5410);
+}
+
+}  // namespace attn

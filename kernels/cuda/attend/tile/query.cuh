@@ -1,0 +1,77 @@
+// Sections 2 and 3 of docs/arithmetic.md: a warp's query rows as the right operand of K·Q.
+//
+// Eight rows are the columns of an MMA: row lane/4 of a row group is column lane/4. A sum's two columns in a lane, 2·(lane%4) and the next,
+// are the rows whose scores, weights and outputs the lane has; `of_columns` brings it what the rows' own lanes have computed.
+#pragma once
+#include "attend/query_rows.cuh"
+#include "attend/tile/team.cuh"
+
+namespace attn {
+
+struct Query {
+    // Per panel of 16 dims, of row lane/4. Integers: dims 4·(lane%4) + {0, 1, 2, 3}. Floats, as the sum of two parts: the first part of two
+    // pairs of dims, then the second part; pairs start at 4·(lane%4) + {0, 2}, or of 16-bit K at 2·(lane%4) + {0, 8}.
+    u32 word[ROW_GROUPS][PANELS][INTEGER ? 1 : 4];
+    float scale[ROW_GROUPS][2];  // the step of the lane's columns
+    // Σ over the dims of a group of K, where its codes or shifts need it.
+    int sum[ROW_GROUPS][Keys::GROUPS][2];
+    float float_sum[ROW_GROUPS][Keys::GROUPS][2];
+};
+
+constexpr int LENGTH = PANELS / Keys::GROUPS;  // panels of a quantization group of K
+
+// Brings a number of row lane/4 to the lanes of its columns.
+DEVICE void of_columns(float x, int lane, float (&columns)[2]) {
+#pragma unroll
+    for (int e = 0; e < 2; e++) columns[e] = __shfl_sync(~0u, x, 4 * (2 * (lane % 4) + e));
+}
+
+DEVICE float load_row(const QueryRow& row, int lane, float (&x)[PANELS][4]) {
+    const QueryRow rows[1] = {row};
+    float elements[1][PANELS][4];
+    load_elements(rows, lane, elements);
+#pragma unroll
+    for (int panel = 0; panel < PANELS; panel++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) x[panel][i] = elements[0][panel][i];
+    return rotate_row(x, lane);
+}
+
+// Section 3: a row in 8 bits, its step, and the sums of its groups.
+DEVICE void quantize(Query& q, int g, const float (&x)[PANELS][4], float largest, int lane) {
+    QueryStep step = query_step(largest);
+    of_columns(step.step, lane, q.scale[g]);
+#pragma unroll
+    for (int panel = 0; panel < PANELS; panel++) q.word[g][panel][0] = query_codes(x[panel], step.inverse);
+    if constexpr (Keys::HAS_SHIFTS || Keys::HAS_HALF_STEPS) {
+        constexpr u32 ONES = 0x01010101u;
+#pragma unroll
+        for (int group = 0; group < Keys::GROUPS; group++) {
+            Sums c = {};
+#pragma unroll
+            for (int p = group * LENGTH; p < (group + 1) * LENGTH; p++) c = mma_s8_k16(c, ONES, ONES, q.word[g][p][0]);
+            q.sum[g][group][0] = c.x[0];
+            q.sum[g][group][1] = c.x[1];
+        }
+    }
+}
+
+// Floats: a row as the sum of two parts of K's own precision (f16 for fp8 and integers). It is scaled to below 2^14 first, which f16 holds.
+DEVICE void quantize_float(Query& q, int g, const float (&x)[PANELS][4], float largest, int lane) {
+    int e = largest == 0.0f ? 0 : min(max(13 - exponent(largest), -70), 60);
+    float up = exp2i(e), sums[Keys::GROUPS] = {};
+    of_columns(exp2i(-e), lane, q.scale[g]);
+#pragma unroll
+    for (int panel = 0; panel < PANELS; panel++)
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            float a = x[panel][2 * i] * up, b = x[panel][2 * i + 1] * up;
+            split_pair<Keys::SCHEME == BF16>(a, b, q.word[g][panel][i], q.word[g][panel][(2 + i) % (INTEGER ? 1 : 4)]);
+            sums[panel / LENGTH] += a + b;
+        }
+    if constexpr (Keys::HAS_SHIFTS)
+#pragma unroll
+        for (int group = 0; group < Keys::GROUPS; group++) of_columns(quad_sum(sums[group]), lane, q.float_sum[g][group]);
+}
+
+}  // namespace attn
