@@ -2,49 +2,104 @@
 
 use std::ffi::c_void;
 
-use attn::backends::cuda::native::{KvRows, Stream};
+use attn::{Session, backends::cuda::native::Stream};
 
 use crate::{
     arguments::config,
-    cache::{Append, Cache, State, counts, on_cache},
-    place::Place,
+    cache::{Append, Cache, counts, on_cache},
+    place::{Memory, Numbers, Place},
     rows::Tokens,
     status::{Failure, Status},
-    step::device_steps,
 };
 
-/// Tokens of all sequences.
-fn sum(appends: &[attn::Append]) -> usize {
-    let tokens = appends.iter().map(|append| append.tokens);
-    tokens.fold(0, usize::saturating_add)
+/// K and V of new tokens, and where they lie.
+struct NewTokens<'a> {
+    k: (Place, Numbers<'a>),
+    v: (Place, Numbers<'a>),
 }
 
-/// K and V of `count` tokens in host memory.
-///
-/// # Safety
-/// `tokens` are as documented, with as many rows.
-unsafe fn on_host<'a>(
-    tokens: &Tokens,
-    cache: &attn::CacheConfig,
-    count: usize,
-) -> Result<[attn::Rows<'a>; 2], Failure> {
-    tokens.without_rotary()?;
-    let shape = [count, cache.num_kv_heads, cache.head_dim];
-    let k = Place::new("k", shape, [tokens.k_token_stride, tokens.k_head_stride])?;
-    let v = Place::new("v", shape, [tokens.v_token_stride, tokens.v_head_stride])?;
-    // SAFETY: this function's contract.
-    unsafe {
-        Ok([
-            k.rows("k", tokens.dtype, tokens.k)?,
-            v.rows("v", tokens.dtype, tokens.v)?,
-        ])
+impl NewTokens<'_> {
+    /// K and V of `count` tokens.
+    ///
+    /// # Safety
+    /// `tokens` are as documented, with as many rows, in this memory.
+    unsafe fn new(
+        tokens: &Tokens,
+        session: &Session,
+        count: usize,
+        memory: Memory,
+    ) -> Result<Self, Failure> {
+        let config = session.config();
+        let shape = [count, config.num_kv_heads, config.head_dim];
+        let k = Place::new("k", shape, [tokens.k_token_stride, tokens.k_head_stride])?;
+        let v = Place::new("v", shape, [tokens.v_token_stride, tokens.v_head_stride])?;
+        // SAFETY: this function's contract.
+        let [of_k, of_v] = unsafe {
+            [
+                k.numbers(("k", memory), tokens.dtype, tokens.k)?,
+                v.numbers(("v", memory), tokens.dtype, tokens.v)?,
+            ]
+        };
+        Ok(NewTokens {
+            k: (k, of_k),
+            v: (v, of_v),
+        })
+    }
+
+    fn rows(&self) -> Result<[attn::Rows<'_>; 2], Failure> {
+        let [(k, of_k), (v, of_v)] = [&self.k, &self.v];
+        Ok([k.rows(of_k)?, v.rows(of_v)?])
     }
 }
 
-/// Tokens in the GPU's memory, as kernels read them.
-fn on_gpu(tokens: &Tokens, cache: &attn::CacheConfig) -> Result<KvRows, Failure> {
-    tokens.without_rotary()?;
-    tokens.on_device([cache.num_kv_heads, cache.head_dim])
+/// Appends tokens in host memory, or on the device that the stream belongs to.
+///
+/// # Safety
+/// Those of `attn_cache_append`, or of `attn_cache_append_on`.
+unsafe fn append(
+    cache: *mut Cache,
+    (appends, count): (*const Append, usize),
+    tokens: *const Tokens,
+    stream: Option<Stream>,
+) -> Status {
+    let work = |device: &attn::Device, session: &mut Session| {
+        // SAFETY: this function's contract.
+        let (appends, tokens) = unsafe { (counts(appends, count)?, config(tokens)?) };
+        tokens.without_rotary()?;
+        let (memory, count) = (Memory::of(device, stream)?, attn::Append::total(&appends));
+        // SAFETY: this function's contract.
+        let new = unsafe { NewTokens::new(&tokens, session, count, memory) }?;
+        let [k, v] = new.rows()?;
+        Ok(session.append(&appends, k, v)?)
+    };
+    // SAFETY: this function's contract.
+    unsafe { on_cache(cache, work) }
+}
+
+/// Writes one layer's tokens from host memory, or from the device that the stream belongs to.
+///
+/// # Safety
+/// Those of `attn_cache_write`, or of `attn_cache_write_on`.
+unsafe fn write(
+    cache: *mut Cache,
+    layer: usize,
+    tokens: *const Tokens,
+    stream: Option<Stream>,
+) -> Status {
+    let work = |device: &attn::Device, session: &mut Session| {
+        // SAFETY: this function's contract.
+        let tokens = unsafe { config(tokens) }?;
+        tokens.without_rotary()?;
+        let memory = Memory::of(device, stream)?;
+        // Without an open step the write is refused, whatever its rows.
+        let count = session.open_step().map_or(0, attn::Append::total);
+        // SAFETY: this function's contract.
+        let new = unsafe { NewTokens::new(&tokens, session, count, memory) }?;
+        let [k, v] = new.rows()?;
+        Ok(session.write(layer, k, v)?)
+    };
+    // SAFETY: this function's contract.
+    unsafe { on_cache(cache, work) }
 }
 
 /// Appends tokens in host memory to several sequences at once, or to none. For a cache of one layer; of others see attn_cache_reserve.
@@ -58,16 +113,8 @@ pub unsafe extern "C" fn attn_cache_append(
     count: usize,
     tokens: *const Tokens,
 ) -> Status {
-    let work = |_: &attn::Device, state: &mut State| {
-        // SAFETY: this function's contract.
-        let (appends, tokens) = unsafe { (counts(appends, count)?, config(tokens)?) };
-        // SAFETY: this function's contract.
-        let [k, v] = unsafe { on_host(&tokens, state.cache.config(), sum(&appends)) }?;
-        state.wait()?;
-        Ok(state.cache.append_batch(&appends, k, v)?)
-    };
     // SAFETY: this function's contract.
-    unsafe { on_cache(cache, work) }
+    unsafe { append(cache, (appends, count), tokens, None) }
 }
 
 /// Appends tokens in the GPU's memory: enqueues the writes on `stream`, a CUstream or cudaStream_t of the device's primary context (NULL: the default
@@ -83,16 +130,9 @@ pub unsafe extern "C" fn attn_cache_append_on(
     tokens: *const Tokens,
     stream: *mut c_void,
 ) -> Status {
-    let work = |device: &attn::Device, state: &mut State| {
-        // SAFETY: this function's contract.
-        let (appends, tokens) = unsafe { (counts(appends, count)?, config(tokens)?) };
-        let new = on_gpu(&tokens, state.cache.config())?;
-        let (steps, cache) = device_steps(device, state)?;
-        // SAFETY: this function's contract.
-        Ok(unsafe { steps.append(cache, &appends, &new, Stream::from_raw(stream)) }?)
-    };
+    let stream = Some(Stream::from_raw(stream));
     // SAFETY: this function's contract.
-    unsafe { on_cache(cache, work) }
+    unsafe { append(cache, (appends, count), tokens, stream) }
 }
 
 /// Begins a step of a model whose layers share the cache: takes the pages of new tokens in all layers, and counts the tokens. attn_cache_write then
@@ -107,13 +147,10 @@ pub unsafe extern "C" fn attn_cache_reserve(
     appends: *const Append,
     count: usize,
 ) -> Status {
-    let work = |_: &attn::Device, state: &mut State| {
+    let work = |_: &attn::Device, session: &mut Session| {
         // SAFETY: this function's contract.
         let appends = unsafe { counts(appends, count) }?;
-        Ok(match &mut state.device_steps {
-            Some(steps) => steps.reserve(&mut state.cache, &appends),
-            None => state.cache.reserve(&appends),
-        }?)
+        Ok(session.reserve(&appends)?)
     };
     // SAFETY: this function's contract.
     unsafe { on_cache(cache, work) }
@@ -130,18 +167,8 @@ pub unsafe extern "C" fn attn_cache_write(
     layer: usize,
     tokens: *const Tokens,
 ) -> Status {
-    let work = |_: &attn::Device, state: &mut State| {
-        // SAFETY: this function's contract.
-        let tokens = unsafe { config(tokens) }?;
-        // Without an open step the write is refused, whatever its rows.
-        let count = state.cache.open_step().map_or(0, sum);
-        // SAFETY: this function's contract.
-        let [k, v] = unsafe { on_host(&tokens, state.cache.config(), count) }?;
-        state.wait()?;
-        Ok(state.cache.write(layer, k, v)?)
-    };
     // SAFETY: this function's contract.
-    unsafe { on_cache(cache, work) }
+    unsafe { write(cache, layer, tokens, None) }
 }
 
 /// Writes one layer's tokens from the GPU's memory: enqueues the writes on `stream`, as attn_cache_append_on. The bytes are those of attn_cache_write.
@@ -155,16 +182,9 @@ pub unsafe extern "C" fn attn_cache_write_on(
     tokens: *const Tokens,
     stream: *mut c_void,
 ) -> Status {
-    let work = |device: &attn::Device, state: &mut State| {
-        // SAFETY: this function's contract.
-        let tokens = unsafe { config(tokens) }?;
-        let new = on_gpu(&tokens, state.cache.config())?;
-        let (steps, cache) = device_steps(device, state)?;
-        // SAFETY: this function's contract.
-        Ok(unsafe { steps.write(cache, layer, &new, Stream::from_raw(stream)) }?)
-    };
+    let stream = Some(Stream::from_raw(stream));
     // SAFETY: this function's contract.
-    unsafe { on_cache(cache, work) }
+    unsafe { write(cache, layer, tokens, stream) }
 }
 
 /// Takes the open step back, whichever layers were written: lengths and pages are those before attn_cache_reserve. Does nothing without an open step.
@@ -173,10 +193,6 @@ pub unsafe extern "C" fn attn_cache_write_on(
 /// `cache` has not been destroyed.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn attn_cache_cancel_step(cache: *mut Cache) -> Status {
-    let work = |_: &attn::Device, state: &mut State| {
-        state.wait()?;
-        Ok(state.cache.cancel_step()?)
-    };
     // SAFETY: this function's contract.
-    unsafe { on_cache(cache, work) }
+    unsafe { on_cache(cache, |_, session| Ok(session.cancel_step()?)) }
 }

@@ -33,6 +33,16 @@ impl Dtype {
     }
 }
 
+impl From<Dtype> for attn::Dtype {
+    fn from(dtype: Dtype) -> Self {
+        match dtype {
+            Dtype::F32 => attn::Dtype::F32,
+            Dtype::F16 => attn::Dtype::F16,
+            Dtype::Bf16 => attn::Dtype::Bf16,
+        }
+    }
+}
+
 /// A struct of the interface, which begins with its own size.
 ///
 /// # Safety

@@ -5,8 +5,7 @@ use std::{
     sync::{Arc, Mutex},
 };
 
-use attn::backends::cuda::DeviceSteps;
-use attn::{CacheConfig as Description, Heads, HostSteps, KvCache, KvFormat, SequenceImage};
+use attn::{CacheConfig as Description, Heads, KvFormat, SequenceImage, Session};
 
 use crate::{
     arguments::{self, Config, handle, list, list_mut, lock, optional, place, text},
@@ -75,25 +74,8 @@ pub struct Append {
 
 /// A paged, quantized cache of K and V of one layer, or of several that have lengths and pages in common.
 pub struct Cache {
-    pub(crate) device: Arc<attn::Device>,
-    pub(crate) state: Mutex<State>,
-}
-
-/// A cache and what its steps keep. The steps on the device are dropped first: they wait for what still reads the pool.
-pub(crate) struct State {
-    pub device_steps: Option<DeviceSteps>,
-    pub host_steps: HostSteps,
-    pub cache: KvCache,
-}
-
-impl State {
-    /// Waits for the steps on the device, whose pages the host is about to use.
-    pub fn wait(&self) -> Result<(), Failure> {
-        if let Some(steps) = &self.device_steps {
-            steps.wait()?;
-        }
-        Ok(())
-    }
+    device: Arc<attn::Device>,
+    session: Mutex<Session>,
 }
 
 /// The library's description of a cache.
@@ -164,11 +146,7 @@ pub unsafe extern "C" fn attn_cache_create(
             (device, place("cache", cache)?, description)
         };
         let handle = Cache {
-            state: Mutex::new(State {
-                device_steps: None,
-                host_steps: HostSteps::default(),
-                cache: device.backend().create_cache(&description)?,
-            }),
+            session: Mutex::new(Session::new(device.clone(), &description)?),
             device: device.clone(),
         };
         *out = Box::into_raw(Box::new(handle));
@@ -197,13 +175,13 @@ pub unsafe extern "C" fn attn_cache_destroy(cache: *mut Cache) {
 /// `cache` is NULL or has not been destroyed.
 pub(crate) unsafe fn on_cache(
     cache: *const Cache,
-    work: impl FnOnce(&attn::Device, &mut State) -> Result<(), Failure>,
+    work: impl FnOnce(&attn::Device, &mut Session) -> Result<(), Failure>,
 ) -> Status {
     call(|| {
         // SAFETY: this function's contract.
         let cache = unsafe { handle("cache", cache) }?;
-        let mut state = lock(&cache.state)?;
-        work(&cache.device, &mut state)
+        let mut session = lock(&cache.session)?;
+        work(&cache.device, &mut session)
     })
 }
 
@@ -214,7 +192,7 @@ pub(crate) unsafe fn on_cache(
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn attn_cache_fork(cache: *mut Cache, from: usize, to: usize) -> Status {
     // SAFETY: this function's contract.
-    unsafe { on_cache(cache, |_, state| Ok(state.cache.fork(from, to)?)) }
+    unsafe { on_cache(cache, |_, session| Ok(session.fork(from, to)?)) }
 }
 
 /// Takes tokens from a sequence's end, such as those of a rejected draft, so that `tokens` are left.
@@ -228,11 +206,7 @@ pub unsafe extern "C" fn attn_cache_truncate(
     tokens: usize,
 ) -> Status {
     // SAFETY: this function's contract.
-    unsafe {
-        on_cache(cache, |_, state| {
-            Ok(state.cache.truncate(sequence, tokens)?)
-        })
-    }
+    unsafe { on_cache(cache, |_, session| Ok(session.truncate(sequence, tokens)?)) }
 }
 
 /// Frees the pages of a sequence's tokens before `token`, which no window sees any more; its length, its positions and its bits stay. After a step of
@@ -249,9 +223,10 @@ pub unsafe extern "C" fn attn_cache_drop_before(
 ) -> Status {
     // SAFETY: this function's contract.
     unsafe {
-        on_cache(cache, |_, state| {
-            Ok(state.cache.drop_before(sequence, token)?)
-        })
+        on_cache(
+            cache,
+            |_, session| Ok(session.drop_before(sequence, token)?),
+        )
     }
 }
 
@@ -262,7 +237,7 @@ pub unsafe extern "C" fn attn_cache_drop_before(
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn attn_cache_free(cache: *mut Cache, sequence: usize) -> Status {
     // SAFETY: this function's contract.
-    unsafe { on_cache(cache, |_, state| Ok(state.cache.free_sequence(sequence)?)) }
+    unsafe { on_cache(cache, |_, session| Ok(session.free(sequence)?)) }
 }
 
 /// The number of a sequence's tokens.
@@ -275,14 +250,10 @@ pub unsafe extern "C" fn attn_cache_tokens(
     sequence: usize,
     tokens: *mut usize,
 ) -> Status {
-    let work = |_: &attn::Device, state: &mut State| {
-        let lens = &state.cache.table().lens;
-        let len = lens.get(sequence).ok_or(attn::Error::Sequence {
-            given: sequence,
-            count: lens.len(),
-        })?;
+    let work = |_: &attn::Device, session: &mut Session| {
+        let len = session.tokens(sequence)?;
         // SAFETY: this function's contract.
-        *unsafe { place("tokens", tokens) }? = *len;
+        *unsafe { place("tokens", tokens) }? = len;
         Ok(())
     };
     // SAFETY: this function's contract.
@@ -298,12 +269,12 @@ pub unsafe extern "C" fn attn_cache_get_stats(
     cache: *const Cache,
     stats: *mut CacheStats,
 ) -> Status {
-    let work = |_: &attn::Device, state: &mut State| {
+    let work = |_: &attn::Device, session: &mut Session| {
         // SAFETY: this function's contract.
         *unsafe { place("stats", stats) }? = CacheStats {
-            page_bytes: state.cache.layout().page_bytes(),
-            pages: state.cache.config().num_pages,
-            free_pages: state.cache.free_pages(),
+            page_bytes: session.layout().page_bytes(),
+            pages: session.config().num_pages,
+            free_pages: session.free_pages(),
         };
         Ok(())
     };
@@ -322,10 +293,10 @@ pub unsafe extern "C" fn attn_cache_pages_needed(
     count: usize,
     pages: *mut usize,
 ) -> Status {
-    let work = |_: &attn::Device, state: &mut State| {
+    let work = |_: &attn::Device, session: &mut Session| {
         // SAFETY: this function's contract.
         let appends = unsafe { counts(appends, count) }?;
-        let needed = state.cache.pages_needed(&appends)?;
+        let needed = session.pages_needed(&appends)?;
         // SAFETY: this function's contract.
         *unsafe { place("pages", pages) }? = needed;
         Ok(())
@@ -364,9 +335,8 @@ pub unsafe extern "C" fn attn_cache_save(
     size: usize,
     needed: *mut usize,
 ) -> Status {
-    let work = |_: &attn::Device, state: &mut State| {
-        state.wait()?;
-        let all = state.cache.image_bytes(sequence)?;
+    let work = |_: &attn::Device, session: &mut Session| {
+        let all = session.image_bytes(sequence)?;
         // SAFETY: this function's contract.
         *unsafe { place("needed", needed) }? = all;
         if bytes.is_null() {
@@ -378,7 +348,7 @@ pub unsafe extern "C" fn attn_cache_save(
         }
         // SAFETY: this function's contract.
         let out = unsafe { list_mut("bytes", bytes.cast::<u8>(), size) }?;
-        Ok(state.cache.write_image(sequence, out)?)
+        Ok(session.write_image(sequence, out)?)
     };
     // SAFETY: this function's contract.
     unsafe { on_cache(cache, work) }
@@ -396,12 +366,11 @@ pub unsafe extern "C" fn attn_cache_restore(
     bytes: *const c_void,
     size: usize,
 ) -> Status {
-    let work = |_: &attn::Device, state: &mut State| {
+    let work = |_: &attn::Device, session: &mut Session| {
         // SAFETY: this function's contract.
         let bytes = unsafe { list("bytes", bytes.cast::<u8>(), size) }?;
-        state.wait()?;
         let image = SequenceImage::from_bytes(bytes)?;
-        Ok(state.cache.restore(sequence, &image)?)
+        Ok(session.restore(sequence, &image)?)
     };
     // SAFETY: this function's contract.
     unsafe { on_cache(cache, work) }

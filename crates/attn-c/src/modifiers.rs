@@ -1,6 +1,6 @@
 //! What changes scores.
 
-use attn::{Arithmetic, Problem};
+use attn::{Arithmetic, ScoreModifiers};
 
 use crate::{
     arguments::optional,
@@ -33,11 +33,11 @@ pub struct Modifiers {
 }
 
 impl Modifiers {
-    /// The problem with these modifiers.
+    /// The library's modifiers, for so many query heads.
     ///
     /// # Safety
-    /// The lists are NULL or have a number for each of the problem's query heads.
-    pub(crate) unsafe fn of(&self, problem: Problem) -> Result<Problem, Failure> {
+    /// The lists are NULL or have a number for each query head.
+    pub(crate) unsafe fn scores(&self, q_heads: usize) -> Result<ScoreModifiers, Failure> {
         if self.flags & !(ATTN_NOT_CAUSAL | ATTN_FAST) != 0 {
             let sentence = format!(
                 "flags is {:#x}; allowed: 0, ATTN_NOT_CAUSAL, ATTN_FAST",
@@ -45,24 +45,25 @@ impl Modifiers {
             );
             return Err(Failure::new(Status::Parameter, sentence));
         }
-        let heads = problem.num_q_heads;
-        let mut problem = problem.causal(self.flags & ATTN_NOT_CAUSAL == 0);
-        if self.flags & ATTN_FAST != 0 {
-            problem = problem.arithmetic(Arithmetic::Fast);
-        }
-        if self.scale != 0.0 {
-            problem = problem.softmax_scale(self.scale);
-        }
-        if self.softcap != 0.0 {
-            problem = problem.softcap(self.softcap);
-        }
-        problem.window_left = self.window.checked_sub(1);
+        let given = |number: f32| Some(number).filter(|number| *number != 0.0);
         // SAFETY: this function's contract.
-        unsafe {
-            problem.alibi_slopes =
-                optional("alibi_slopes", self.alibi_slopes, heads)?.map(<[f32]>::to_vec);
-            problem.sinks = optional("sinks", self.sinks, heads)?.map(<[f32]>::to_vec);
-        }
-        Ok(problem)
+        let [slopes, sinks] = unsafe {
+            [
+                optional("alibi_slopes", self.alibi_slopes, q_heads)?,
+                optional("sinks", self.sinks, q_heads)?,
+            ]
+        };
+        Ok(ScoreModifiers {
+            softmax_scale: given(self.scale),
+            causal: self.flags & ATTN_NOT_CAUSAL == 0,
+            softcap: given(self.softcap),
+            window_left: self.window.checked_sub(1),
+            alibi_slopes: slopes.map(<[f32]>::to_vec),
+            sinks: sinks.map(<[f32]>::to_vec),
+            arithmetic: match self.flags & ATTN_FAST {
+                0 => Arithmetic::Exact,
+                _ => Arithmetic::Fast,
+            },
+        })
     }
 }

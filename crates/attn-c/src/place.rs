@@ -1,19 +1,56 @@
-//! Where rows in a caller's host memory lie.
+//! Where rows in a caller's memory lie, on the host or on the cache's GPU: C's pointers and strides as the library's rows.
 
 use std::ffi::c_void;
 
-use attn::RowsMut;
+use attn::{
+    Elements, ElementsMut, RowsMut,
+    backends::cuda::{
+        CudaMemory,
+        native::{DeviceAddress, Stream},
+    },
+};
 
 use crate::{
-    arguments::{self, elements_mut},
+    arguments::{self, elements, elements_mut},
     status::{Failure, Status},
 };
+
+/// The memory of a call's rows.
+#[derive(Clone, Copy)]
+pub(crate) enum Memory {
+    Host,
+    /// That of the GPU of this number, ordered by the stream.
+    Device(usize, Stream),
+}
+
+impl Memory {
+    /// The memory of the device that a stream belongs to; the host's without a stream.
+    pub fn of(device: &attn::Device, stream: Option<Stream>) -> Result<Self, Failure> {
+        let Some(stream) = stream else {
+            return Ok(Memory::Host);
+        };
+        device.cuda("stream")?;
+        Ok(Memory::Device(device.name().ordinal, stream))
+    }
+}
 
 /// Where a caller's rows `[tokens][heads][dim]` lie, with its strides of tokens and heads in elements; 0 is that of rows side by side.
 #[derive(Clone, Copy)]
 pub(crate) struct Place {
     shape: [usize; 3],
     strides: [usize; 2],
+}
+
+/// Numbers to read.
+pub(crate) enum Numbers<'a> {
+    Host(Elements<'a>),
+    Device(CudaMemory),
+}
+
+/// Numbers to write.
+pub(crate) enum NumbersMut<'a> {
+    Host(ElementsMut<'a>),
+    Device(CudaMemory),
 }
 
 impl Place {
@@ -50,30 +87,78 @@ impl Place {
             .saturating_add(dim)
     }
 
+    /// The rows and what lies between them, to be read.
+    ///
     /// # Safety
-    /// `pointer` is NULL or has the rows and what lies between them, of the type that `dtype` says.
-    pub unsafe fn rows<'a>(
-        self,
-        what: &str,
+    /// `pointer` is NULL or has the rows and what lies between them in this memory, of the type that `dtype` says; on a device they stay as they are until the work that is
+    /// enqueued on the stream, a live one of the device's primary context, has run.
+    pub unsafe fn numbers<'a>(
+        &self,
+        (what, memory): (&str, Memory),
         dtype: u32,
         pointer: *const c_void,
-    ) -> Result<attn::Rows<'a>, Failure> {
+    ) -> Result<Numbers<'a>, Failure> {
+        let Memory::Device(ordinal, stream) = memory else {
+            // SAFETY: this function's contract.
+            let all = unsafe { elements(what, dtype, pointer, self.reach()) }?;
+            return Ok(Numbers::Host(all));
+        };
+        let (at, dtype) = (
+            DeviceAddress::new(pointer as u64),
+            arguments::dtype(dtype)?.into(),
+        );
         // SAFETY: this function's contract.
-        let all = unsafe { arguments::elements(what, dtype, pointer, self.reach()) }?;
-        Ok(attn::Rows::strided(all, self.shape, self.strides)?)
+        let all = unsafe { CudaMemory::to_read(ordinal, at, self.reach(), dtype, stream) };
+        Ok(Numbers::Device(all))
     }
 
+    /// The rows and what lies between them, to be written.
+    ///
     /// # Safety
-    /// Rows as [`Place::rows`] gives them, of memory that nothing else uses meanwhile.
-    pub unsafe fn rows_mut<'a>(
-        self,
-        what: &str,
+    /// Those of [`Place::numbers`], of memory that nothing else uses meanwhile.
+    pub unsafe fn numbers_mut<'a>(
+        &self,
+        (what, memory): (&str, Memory),
         dtype: u32,
         pointer: *mut c_void,
-    ) -> Result<RowsMut<'a>, Failure> {
+    ) -> Result<NumbersMut<'a>, Failure> {
+        let Memory::Device(ordinal, stream) = memory else {
+            // SAFETY: this function's contract.
+            let all = unsafe { elements_mut(what, dtype, pointer, self.reach()) }?;
+            return Ok(NumbersMut::Host(all));
+        };
+        let (at, dtype) = (
+            DeviceAddress::new(pointer as u64),
+            arguments::dtype(dtype)?.into(),
+        );
         // SAFETY: this function's contract.
-        let all = unsafe { elements_mut(what, dtype, pointer, self.reach()) }?;
-        Ok(RowsMut::strided(all, self.shape, self.strides)?)
+        let all = unsafe { CudaMemory::to_write(ordinal, at, self.reach(), dtype, stream) };
+        Ok(NumbersMut::Device(all))
+    }
+
+    /// The rows of numbers that this place has described.
+    pub fn rows<'a>(&self, numbers: &'a Numbers<'_>) -> Result<attn::Rows<'a>, Failure> {
+        Ok(match numbers {
+            Numbers::Host(all) => attn::Rows::strided(*all, self.shape, self.strides)?,
+            Numbers::Device(all) => {
+                let ([tokens, heads, dim], [token, head]) = (self.shape, self.strides);
+                attn::Rows::on_device(all, [1, tokens, heads, dim], [0, token, head])?
+            }
+        })
+    }
+
+    /// The rows of numbers that this place has described, to be written, which take the host's numbers with them.
+    pub fn rows_mut<'a>(&self, numbers: &'a mut NumbersMut<'a>) -> Result<RowsMut<'a>, Failure> {
+        Ok(match numbers {
+            NumbersMut::Host(all) => {
+                let all = std::mem::replace(all, ElementsMut::F32(&mut []));
+                RowsMut::strided(all, self.shape, self.strides)?
+            }
+            NumbersMut::Device(all) => {
+                let ([tokens, heads, dim], [token, head]) = (self.shape, self.strides);
+                RowsMut::on_device(all, [1, tokens, heads, dim], [0, token, head])?
+            }
+        })
     }
 }
 

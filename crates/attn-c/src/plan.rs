@@ -283,7 +283,8 @@ pub unsafe extern "C" fn attn_plan_create(
             problem = problem.q_lens(q_lens);
         }
         // SAFETY: this function's contract.
-        let problem = unsafe { given.modifiers.of(problem) }?;
+        let scores = unsafe { given.modifiers.scores(given.q_heads) }?;
+        let problem = problem.scores(&scores);
         let mut pages = CacheConfig::builder(format, heads);
         if given.page_size > 0 {
             pages = pages.page_size(given.page_size);

@@ -10,7 +10,7 @@ use attn::{
 };
 
 use crate::{
-    arguments::{self, Config, Dtype},
+    arguments::{self, Config},
     status::{Failure, Status},
 };
 
@@ -195,11 +195,7 @@ fn check_stride(what: &str, given: usize, own: usize) -> Result<(), Failure> {
 
 /// The kernels' name of an attn_dtype.
 pub(crate) fn on_device(dtype: u32) -> Result<CudaDtype, Failure> {
-    Ok(match arguments::dtype(dtype)? {
-        Dtype::F32 => CudaDtype::F32,
-        Dtype::F16 => CudaDtype::F16,
-        Dtype::Bf16 => CudaDtype::Bf16,
-    })
+    Ok(arguments::dtype(dtype)?.into())
 }
 
 #[cfg(test)]

@@ -2,20 +2,14 @@
 
 use std::ffi::c_void;
 
-use attn::{
-    Error, Heads, HostRows, KvCache, Problem,
-    backends::cuda::{
-        DeviceSteps, QueryRows,
-        native::{DeviceAddress, Stream},
-    },
-};
+use attn::{Attend, AttendRows, RowsMut, Session, backends::cuda::native::Stream};
 
 use crate::{
-    arguments::{Config, config, list, list_mut, optional},
-    cache::{Cache, State, on_cache},
+    arguments::{Config, config, list, optional},
+    cache::{Cache, on_cache},
     modifiers::Modifiers,
-    place::{Place, share},
-    rows::{Rows, on_device},
+    place::{Memory, NumbersMut, Place, share},
+    rows::Rows,
     status::{Failure, Status},
 };
 
@@ -44,26 +38,89 @@ unsafe impl Config for Step {
     const NAME: &'static str = "attn_step";
 }
 
-/// The problem of a step without its lengths, and its sequences.
+impl Step {
+    /// What attends.
+    ///
+    /// # Safety
+    /// The step's lists are as it documents them.
+    unsafe fn attend<'a>(&self) -> Result<Attend<'a>, Failure> {
+        // SAFETY: this function's contract.
+        unsafe {
+            Ok(Attend {
+                layer: self.layer,
+                q_lens: optional("q_lens", self.q_lens, self.count)?,
+                scores: self.modifiers.scores(self.q_heads)?,
+                ..Attend::new(self.q_heads, list("sequences", self.sequences, self.count)?)
+            })
+        }
+    }
+}
+
+/// Attends, with rows in host memory, or on the device that the stream belongs to.
 ///
 /// # Safety
-/// The step's lists are as it documents them.
-unsafe fn problem<'a>(step: &Step, state: &State) -> Result<(Problem, &'a [usize]), Failure> {
-    let config = state.cache.config();
-    let heads = Heads {
-        q: step.q_heads,
-        kv: config.num_kv_heads,
-        dim: config.head_dim,
+/// Those of `attn_cache_attend`, or of `attn_cache_attend_on`.
+unsafe fn attend(
+    cache: *mut Cache,
+    step: *const Step,
+    rows: *const Rows,
+    stream: Option<Stream>,
+) -> Status {
+    let work = |device: &attn::Device, session: &mut Session| {
+        // SAFETY: this function's contract.
+        let (step, rows) = unsafe { (config(step)?, config(rows)?) };
+        // SAFETY: this function's contract.
+        let at = unsafe { step.attend() }?;
+        let memory = Memory::of(device, stream)?;
+        let (tokens, heads) = (at.query_tokens(), step.q_heads);
+        let shape = [tokens, heads, session.config().head_dim];
+        let in_q = Place::new("q", shape, [rows.q_token_stride, rows.q_head_stride])?;
+        let in_out = Place::new("out", shape, [rows.out_token_stride, rows.out_head_stride])?;
+        let in_lse = Place::new("lse", [tokens, heads, 1], [0; 2])?;
+        // Outputs between the queries of a fused array: the host's queries are copied before the outputs' memory is borrowed.
+        let shared = share((rows.q, in_q), (rows.out.cast_const(), in_out), rows.dtype)?;
+        // SAFETY: this function's contract; what is borrowed here is given back ahead of the outputs' where the two share memory.
+        let q = unsafe { in_q.numbers(("q", memory), rows.dtype, rows.q) }?;
+        let copied = match memory {
+            Memory::Host if shared => Some(in_q.rows(&q)?.to_wide()?),
+            _ => None,
+        };
+        let q = match &copied {
+            Some(copied) => copied.into(),
+            None => in_q.rows(&q)?,
+        };
+        // SAFETY: this function's contract.
+        let mut out = unsafe { in_out.numbers_mut(("out", memory), rows.dtype, rows.out) }?;
+        // SAFETY: this function's contract.
+        let mut lse = unsafe { lse(&rows, in_lse, memory) }?;
+        let lse: Option<Result<RowsMut<'_>, Failure>> =
+            lse.as_mut().map(|lse| in_lse.rows_mut(lse));
+        let rows = AttendRows {
+            q,
+            out: in_out.rows_mut(&mut out)?,
+            lse: lse.transpose()?,
+        };
+        Ok(session.attend(&at, rows)?)
     };
     // SAFETY: this function's contract.
-    unsafe {
-        let sequences = list("sequences", step.sequences, step.count)?;
-        let mut problem = Problem::new(heads, vec![0; step.count]);
-        if let Some(q_lens) = optional("q_lens", step.q_lens, step.count)? {
-            problem = problem.q_lens(q_lens);
-        }
-        Ok((step.modifiers.of(problem)?, sequences))
+    unsafe { on_cache(cache, work) }
+}
+
+/// Where log-sum-exps go, if they are asked for.
+///
+/// # Safety
+/// `rows.lse` is NULL or has a number for each row of `place` in this memory, which nothing else uses meanwhile.
+unsafe fn lse<'a>(
+    rows: &Rows,
+    place: Place,
+    memory: Memory,
+) -> Result<Option<NumbersMut<'a>>, Failure> {
+    if rows.lse.is_null() {
+        return Ok(None);
     }
+    let (f32, at) = (crate::Dtype::F32 as u32, rows.lse.cast());
+    // SAFETY: this function's contract.
+    unsafe { place.numbers_mut(("lse", memory), f32, at) }.map(Some)
 }
 
 /// Attends, with rows in host memory.
@@ -76,64 +133,8 @@ pub unsafe extern "C" fn attn_cache_attend(
     step: *const Step,
     rows: *const Rows,
 ) -> Status {
-    let work = |device: &attn::Device, state: &mut State| {
-        // SAFETY: this function's contract.
-        let (step, rows) = unsafe { (config(step)?, config(rows)?) };
-        // SAFETY: this function's contract.
-        let (problem, sequences) = unsafe { problem(&step, state) }?;
-        let tokens = problem
-            .q_lens
-            .iter()
-            .fold(0usize, |n, q| n.saturating_add(*q));
-        let shape = [tokens, problem.num_q_heads, problem.head_dim];
-        let in_q = Place::new("q", shape, [rows.q_token_stride, rows.q_head_stride])?;
-        let in_out = Place::new("out", shape, [rows.out_token_stride, rows.out_head_stride])?;
-        // Outputs between the queries of a fused array: the queries are copied before the outputs' memory is borrowed.
-        let copied = if share((rows.q, in_q), (rows.out.cast_const(), in_out), rows.dtype)? {
-            // SAFETY: this function's contract; what is borrowed here is given back at once.
-            Some(unsafe { in_q.rows("q", rows.dtype, rows.q) }?.to_wide()?)
-        } else {
-            None
-        };
-        // SAFETY: this function's contract.
-        let rows = unsafe {
-            HostRows {
-                q: match &copied {
-                    Some(copied) => copied.into(),
-                    None => in_q.rows("q", rows.dtype, rows.q)?,
-                },
-                out: in_out.rows_mut("out", rows.dtype, rows.out)?,
-                lse: match rows.lse.is_null() {
-                    true => None,
-                    false => {
-                        let len = tokens.saturating_mul(problem.num_q_heads);
-                        Some(list_mut("lse", rows.lse, len)?)
-                    }
-                },
-            }
-        };
-        state.wait()?;
-        let State {
-            host_steps, cache, ..
-        } = state;
-        let layer = cache.layer(step.layer)?;
-        Ok(host_steps.attend_layer(device.backend(), layer, sequences, &problem, rows)?)
-    };
     // SAFETY: this function's contract.
-    unsafe { on_cache(cache, work) }
-}
-
-/// What a cache's steps on its GPU keep, made at the first one.
-pub(crate) fn device_steps<'a>(
-    device: &attn::Device,
-    state: &'a mut State,
-) -> Result<(&'a mut DeviceSteps, &'a mut KvCache), Error> {
-    let gpu = device.cuda("stream")?;
-    let steps = match state.device_steps.take() {
-        Some(steps) => steps,
-        None => gpu.prepare_steps(&state.cache)?,
-    };
-    Ok((state.device_steps.insert(steps), &mut state.cache))
+    unsafe { attend(cache, step, rows, None) }
 }
 
 /// Attends, with rows in the GPU's memory: enqueues the step on `stream`. For a step that a CUDA graph captures, see attn_plan.
@@ -147,25 +148,9 @@ pub unsafe extern "C" fn attn_cache_attend_on(
     rows: *const Rows,
     stream: *mut c_void,
 ) -> Status {
-    let work = |device: &attn::Device, state: &mut State| {
-        // SAFETY: this function's contract.
-        let (step, rows) = unsafe { (config(step)?, config(rows)?) };
-        // SAFETY: this function's contract.
-        let (problem, sequences) = unsafe { problem(&step, state) }?;
-        rows.check_on_device([problem.num_q_heads, problem.head_dim])?;
-        let rows = QueryRows {
-            q: DeviceAddress::new(rows.q as u64),
-            out: DeviceAddress::new(rows.out as u64),
-            dtype: on_device(rows.dtype)?,
-            lse: DeviceAddress::new(rows.lse as u64),
-        };
-        let (steps, cache) = device_steps(device, state)?;
-        let chosen = cache.layer(step.layer)?.sequences(sequences)?;
-        // SAFETY: this function's contract.
-        Ok(unsafe { steps.attend(&chosen, &problem, &rows, Stream::from_raw(stream)) }?)
-    };
+    let stream = Some(Stream::from_raw(stream));
     // SAFETY: this function's contract.
-    unsafe { on_cache(cache, work) }
+    unsafe { attend(cache, step, rows, stream) }
 }
 
 /// Waits for a cache's steps on the device.
@@ -175,5 +160,5 @@ pub unsafe extern "C" fn attn_cache_attend_on(
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn attn_cache_wait(cache: *mut Cache) -> Status {
     // SAFETY: this function's contract.
-    unsafe { on_cache(cache, |_, state| state.wait()) }
+    unsafe { on_cache(cache, |_, session| Ok(session.wait()?)) }
 }

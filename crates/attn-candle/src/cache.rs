@@ -3,8 +3,8 @@
 use std::{fmt, sync::Arc};
 
 use attn::{
-    Append, BackendId, CacheConfig, DeviceName, Heads, HostRows, HostSteps, KvCache, KvFormat,
-    Problem, RowsMut,
+    Append, Attend, AttendRows, BackendId, CacheConfig, DeviceName, Heads, KvFormat, Problem,
+    RowsMut, ScoreModifiers, Session,
 };
 use candle_core::{DType, Device, DeviceLocation, Shape, Tensor};
 use half::{bf16, f16};
@@ -19,21 +19,16 @@ use crate::{
 /// `append` the new K and V, then `attend` with the queries of the newest tokens. A token has the same bits attended alone, in a batch, or in a
 /// prompt. One cache can also have all layers of a model: [`QuantizedKvCache::shared`].
 pub struct QuantizedKvCache {
-    /// Ahead of the cache, which they are dropped before.
-    steps: Steps,
-    cache: KvCache,
-    device: Arc<attn::Device>,
-    location: DeviceLocation,
-    /// The heads and score modifiers of each layer; a step brings its sequences.
-    problems: Vec<Problem>,
+    session: Session,
+    device: Device,
+    layers: Vec<Layer>,
     all: Vec<usize>,
 }
 
-/// What steps keep.
-enum Steps {
-    Host(HostSteps),
-    #[cfg(feature = "cuda")]
-    Device(Box<crate::device::Steps>),
+/// How one layer attends.
+struct Layer {
+    q_heads: usize,
+    scores: ScoreModifiers,
 }
 
 /// A type of queries and outputs, on every device.
@@ -182,13 +177,14 @@ impl QuantizedKvCache {
                 .into());
             }
         }
-        let cache = opened.backend().create_cache(config)?;
+        let layer = |problem: &Problem| Layer {
+            q_heads: problem.num_q_heads,
+            scores: problem.into(),
+        };
         Ok(QuantizedKvCache {
-            steps: steps(opened, device, &cache)?,
-            cache,
-            device: opened.clone(),
-            location: device.location(),
-            problems,
+            session: Session::new(opened.clone(), config)?,
+            device: device.clone(),
+            layers: problems.iter().map(layer).collect(),
             all: (0..config.num_sequences).collect(),
         })
     }
@@ -207,16 +203,12 @@ impl QuantizedKvCache {
     /// Appends `k` and `v` `[sequences named, kv heads, tokens, head_dim]` to these sequences, each named once.
     ///
     /// # Errors
-    /// [`Error::Device`], [`Error::DType`], [`Error::Shape`], [`Error::Batch`] or, on a GPU, [`Error::Tokens`] naming `k` or `v`; [`Error::Attention`] with
-    /// those of [`KvCache::append_batch`]. No sequence is changed then.
+    /// [`Error::Device`], [`Error::DType`], [`Error::Shape`] or [`Error::Batch`] naming `k` or `v`; [`Error::Attention`] with
+    /// those of [`Session::append`]. No sequence is changed then.
     pub fn append_to(&mut self, sequences: &[usize], k: &Tensor, v: &Tensor) -> Result<(), Error> {
         let [k, v] = self.rows(sequences.len(), [k, v])?;
-        let (cache, appends) = (&mut self.cache, appends(sequences, k.tokens));
-        match &mut self.steps {
-            Steps::Host(_) => k.read(|k| v.read(|v| Ok(cache.append_batch(&appends, k, v)?))),
-            #[cfg(feature = "cuda")]
-            Steps::Device(steps) => steps.append(cache, &appends, [&k, &v]),
-        }
+        let (session, appends) = (&mut self.session, appends(sequences, k.tokens));
+        k.read(|k| v.read(|v| Ok(session.append(&appends, k, v)?)))
     }
 
     /// Attends with `q` `[sequences, q heads, tokens, head_dim]`, whose last token stands at the last cached one of each sequence. The result
@@ -235,10 +227,16 @@ impl QuantizedKvCache {
     ///
     /// # Errors
     /// [`Error::Device`], [`Error::DType`], [`Error::Shape`] or [`Error::Batch`] naming `q`; [`Error::Attention`] with those of
-    /// [`HostSteps::attend`].
+    /// [`Session::attend`].
     pub fn attend_to(&mut self, sequences: &[usize], q: &Tensor) -> Result<Tensor, Error> {
-        // Of several layers one is named.
-        self.cache.sequences(&[])?;
+        if self.layers.len() != 1 {
+            return Err(attn::Error::SeveralLayers {
+                what: "attend_to",
+                layers: self.layers.len(),
+                next: "name one of them by attend_layer",
+            }
+            .into());
+        }
         self.attend_layer(0, sequences, q)
     }
 
@@ -247,33 +245,24 @@ impl QuantizedKvCache {
     /// nor dropped from.
     ///
     /// # Errors
-    /// [`Error::Attention`] with those of [`KvCache::reserve`]. Nothing is changed then.
+    /// [`Error::Attention`] with those of [`Session::reserve`]. Nothing is changed then.
     pub fn reserve(&mut self, sequences: &[usize], tokens: usize) -> Result<(), Error> {
-        let (cache, appends) = (&mut self.cache, appends(sequences, tokens));
-        match &mut self.steps {
-            Steps::Host(_) => Ok(cache.reserve(&appends)?),
-            #[cfg(feature = "cuda")]
-            Steps::Device(steps) => steps.reserve(cache, &appends),
-        }
+        Ok(self.session.reserve(&appends(sequences, tokens))?)
     }
 
     /// Writes a layer's `k` and `v` `[sequences, kv heads, tokens, head_dim]`, the sequences and tokens of [`QuantizedKvCache::reserve`]. Layers come in
     /// any order, each once.
     ///
     /// # Errors
-    /// [`Error::Device`], [`Error::DType`], [`Error::Shape`], [`Error::Batch`] or, on a GPU, [`Error::Tokens`] naming `k` or `v`; [`Error::Attention`] with
-    /// those of [`KvCache::write`]. The layer counts as not written then.
+    /// [`Error::Device`], [`Error::DType`], [`Error::Shape`] or [`Error::Batch`] naming `k` or `v`; [`Error::Attention`] with
+    /// those of [`Session::write`]. The layer counts as not written then.
     pub fn write(&mut self, layer: usize, k: &Tensor, v: &Tensor) -> Result<(), Error> {
         // Without an open step the write is refused, whatever its rows.
-        let step = self.cache.open_step();
+        let step = self.session.open_step();
         let sequences = step.map_or(k.dims().first().copied().unwrap_or(0), <[Append]>::len);
         let [k, v] = self.rows(sequences, [k, v])?;
-        let cache = &mut self.cache;
-        match &mut self.steps {
-            Steps::Host(_) => k.read(|k| v.read(|v| Ok(cache.write(layer, k, v)?))),
-            #[cfg(feature = "cuda")]
-            Steps::Device(steps) => steps.write(cache, layer, [&k, &v]),
-        }
+        let session = &mut self.session;
+        k.read(|k| v.read(|v| Ok(session.write(layer, k, v)?)))
     }
 
     /// K and V of so many sequences as rows.
@@ -281,9 +270,10 @@ impl QuantizedKvCache {
         let rows = |what, tensor| {
             let expected = Expected {
                 what,
-                heads: self.cache.config().num_kv_heads,
-                dim: self.cache.config().head_dim,
-                device: self.location,
+                heads: self.session.config().num_kv_heads,
+                dim: self.session.config().head_dim,
+                device: self.device.location(),
+                tokens_apart: true,
             };
             TensorRows::new(expected, tensor, sequences)
         };
@@ -293,13 +283,9 @@ impl QuantizedKvCache {
     /// Takes the open step back, whichever layers were written; nothing is done without one.
     ///
     /// # Errors
-    /// [`Error::Attention`] with those of [`KvCache::cancel_step`].
+    /// [`Error::Attention`] with those of [`Session::cancel_step`].
     pub fn cancel_step(&mut self) -> Result<(), Error> {
-        #[cfg(feature = "cuda")]
-        if let Steps::Device(steps) = &self.steps {
-            steps.wait()?;
-        }
-        Ok(self.cache.cancel_step()?)
+        Ok(self.session.cancel_step()?)
     }
 
     /// Attends a layer with `q` `[sequences named, q heads, tokens, head_dim]`, as [`QuantizedKvCache::attend_to`] does.
@@ -313,96 +299,73 @@ impl QuantizedKvCache {
         sequences: &[usize],
         q: &Tensor,
     ) -> Result<Tensor, Error> {
-        self.cache.layer(layer)?;
-        let problem = &self.problems[layer];
-        let Heads { q: heads, dim, .. } = problem.heads();
+        let of = self.layers.get(layer).ok_or(attn::Error::Layer {
+            given: layer,
+            count: self.layers.len(),
+        })?;
+        let dim = self.session.config().head_dim;
         let expected = Expected {
             what: "q",
-            heads,
+            heads: of.q_heads,
             dim,
-            device: self.location,
+            device: self.device.location(),
+            tokens_apart: false,
         };
-        let rows = TensorRows::new(expected, q, sequences.len())?;
-        let mut problem = problem.clone();
-        problem.kv_lens = vec![0; sequences.len()];
-        problem.q_lens = vec![rows.tokens; sequences.len()];
-        let shape = Shape::from((sequences.len(), rows.tokens, heads, dim));
+        let q = TensorRows::new(expected, q, sequences.len())?;
+        let q_lens = vec![q.tokens; sequences.len()];
+        let at = Attend {
+            layer,
+            q_lens: Some(&q_lens),
+            scores: of.scores.clone(),
+            ..Attend::new(of.q_heads, sequences)
+        };
+        let shape = Shape::from((sequences.len(), q.tokens, of.q_heads, dim));
+        let (session, device) = (&mut self.session, &self.device);
         let out = match q.dtype() {
-            DType::F16 => self.step((layer, sequences), &problem, &rows, (f16::ZERO, shape)),
-            DType::BF16 => self.step((layer, sequences), &problem, &rows, (bf16::ZERO, shape)),
-            _ => self.step((layer, sequences), &problem, &rows, (0f32, shape)),
+            DType::F16 => attend(session, &at, &q, (f16::ZERO, shape, device)),
+            DType::BF16 => attend(session, &at, &q, (bf16::ZERO, shape, device)),
+            _ => attend(session, &at, &q, (0f32, shape, device)),
         }?;
         Ok(out.transpose(1, 2)?)
-    }
-
-    /// One step, into a new tensor of this shape.
-    fn step<T: Number>(
-        &mut self,
-        (layer, sequences): (usize, &[usize]),
-        problem: &Problem,
-        rows: &TensorRows,
-        (zero, shape): (T, Shape),
-    ) -> Result<Tensor, Error>
-    where
-        for<'a> &'a mut [T]: Into<RowsMut<'a>>,
-    {
-        let layer = self.cache.layer(layer)?;
-        match &mut self.steps {
-            Steps::Host(steps) => {
-                let mut out = vec![zero; shape.elem_count()];
-                rows.read(|q| {
-                    let rows = HostRows {
-                        q,
-                        out: (&mut *out).into(),
-                        lse: None,
-                    };
-                    let backend = self.device.backend();
-                    Ok(steps.attend_layer(backend, layer, sequences, problem, rows)?)
-                })?;
-                Ok(Tensor::from_vec(out, shape, &Device::Cpu)?)
-            }
-            #[cfg(feature = "cuda")]
-            Steps::Device(steps) => steps.attend::<T>(layer, sequences, problem, rows, shape),
-        }
     }
 
     /// The number of tokens of each sequence.
     #[must_use]
     pub fn lens(&self) -> &[usize] {
-        &self.cache.table().lens
+        &self.session.table().lens
     }
 
     /// Takes back a sequence's newest tokens, such as drafts that were rejected: its first `tokens` stay.
     ///
     /// # Errors
-    /// [`Error::Attention`] with those of [`KvCache::truncate`].
+    /// [`Error::Attention`] with those of [`Session::truncate`].
     pub fn truncate(&mut self, sequence: usize, tokens: usize) -> Result<(), Error> {
-        Ok(self.cache.truncate(sequence, tokens)?)
+        Ok(self.session.truncate(sequence, tokens)?)
     }
 
     /// Frees the pages of a sequence's tokens before `token`, which no window sees any more: at most the length less the widest layer's
     /// [`Problem::window_left`]. Lengths, positions and bits stay; pages go by whole tiles of 64 tokens, in all layers.
     ///
     /// # Errors
-    /// [`Error::Attention`] with those of [`KvCache::drop_before`].
+    /// [`Error::Attention`] with those of [`Session::drop_before`].
     pub fn drop_before(&mut self, sequence: usize, token: usize) -> Result<(), Error> {
-        Ok(self.cache.drop_before(sequence, token)?)
+        Ok(self.session.drop_before(sequence, token)?)
     }
 
     /// Makes the empty sequence `to` share the tokens of `from`, such as a common prompt.
     ///
     /// # Errors
-    /// [`Error::Attention`] with those of [`KvCache::fork`].
+    /// [`Error::Attention`] with those of [`Session::fork`].
     pub fn fork(&mut self, from: usize, to: usize) -> Result<(), Error> {
-        Ok(self.cache.fork(from, to)?)
+        Ok(self.session.fork(from, to)?)
     }
 
     /// Empties a sequence.
     ///
     /// # Errors
-    /// [`Error::Attention`] with those of [`KvCache::free_sequence`].
+    /// [`Error::Attention`] with those of [`Session::free`].
     pub fn free(&mut self, sequence: usize) -> Result<(), Error> {
-        Ok(self.cache.free_sequence(sequence)?)
+        Ok(self.session.free(sequence)?)
     }
 
     /// Takes an open step back, and empties all sequences.
@@ -412,21 +375,21 @@ impl QuantizedKvCache {
     pub fn reset(&mut self) -> Result<(), Error> {
         self.cancel_step()?;
         for sequence in &self.all {
-            self.cache.free_sequence(*sequence)?;
+            self.session.free(*sequence)?;
         }
         Ok(())
     }
 
-    /// The cache itself: its description, pages and free pages.
+    /// The cache itself: its description, pages and free pages, sequences as bytes.
     #[must_use]
-    pub fn cache(&self) -> &KvCache {
-        &self.cache
+    pub fn session(&self) -> &Session {
+        &self.session
     }
 }
 
 impl fmt::Debug for QuantizedKvCache {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let format = self.cache.config().format;
+        let format = self.session.config().format;
         write!(f, "QuantizedKvCache({format}, lens: {:?})", self.lens())
     }
 }
@@ -454,19 +417,30 @@ fn open(device: &Device) -> Result<Arc<attn::Device>, Error> {
     Ok(Arc::new(opened.map_err(attn::Error::from)?))
 }
 
-/// What steps of a new cache keep.
-#[cfg(feature = "cuda")]
-fn steps(own: &attn::Device, device: &Device, cache: &KvCache) -> Result<Steps, Error> {
-    Ok(match device {
-        Device::Cuda(device) => {
-            Steps::Device(Box::new(crate::device::Steps::new(device, own, cache)?))
+/// Attends, into a new tensor `[sequences, tokens, heads, head_dim]` of the queries' type.
+fn attend<T: Number>(
+    session: &mut Session,
+    at: &Attend<'_>,
+    q: &TensorRows,
+    (zero, shape, device): (T, Shape, &Device),
+) -> Result<Tensor, Error>
+where
+    for<'a> &'a mut [T]: Into<RowsMut<'a>>,
+{
+    q.read(|q| {
+        let mut write = |out: RowsMut<'_>| -> Result<(), Error> {
+            Ok(session.attend(at, AttendRows::new(q, out))?)
+        };
+        match device {
+            #[cfg(feature = "cuda")]
+            Device::Cuda(device) => crate::device::results::<T>(device, shape, write),
+            _ => {
+                let mut out = vec![zero; shape.elem_count()];
+                write((&mut *out).into())?;
+                Ok(Tensor::from_vec(out, shape, &Device::Cpu)?)
+            }
         }
-        _ => Steps::Host(HostSteps::default()),
     })
-}
-#[cfg(not(feature = "cuda"))]
-fn steps(_: &attn::Device, _: &Device, _: &KvCache) -> Result<Steps, Error> {
-    Ok(Steps::Host(HostSteps::default()))
 }
 
 fn appends(sequences: &[usize], tokens: usize) -> Vec<Append> {

@@ -30,16 +30,6 @@ pub enum Error {
         /// The sequences named.
         needed: usize,
     },
-    /// Another number of tokens than K's, or than the open step's.
-    #[error("{what} has {given} tokens of each sequence; allowed: {needed}")]
-    Tokens {
-        /// The tensor's name.
-        what: &'static str,
-        /// Its tokens.
-        given: usize,
-        /// The tokens of each sequence that the call takes.
-        needed: usize,
-    },
     /// A tensor of a type that is no float of 16 or 32 bits.
     #[error("{what} has elements of type {given:?}; allowed: {allowed}")]
     DType {

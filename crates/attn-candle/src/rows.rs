@@ -12,12 +12,17 @@ pub struct Expected {
     pub heads: usize,
     pub dim: usize,
     pub device: DeviceLocation,
+    /// Whether kernels read tokens that lie apart: those of K and V.
+    #[cfg_attr(not(any(test, feature = "cuda")), expect(dead_code))]
+    pub tokens_apart: bool,
 }
 
 /// A tensor `[batch, heads, tokens, head_dim]` whose last dimension is contiguous.
 pub struct TensorRows {
     tensor: Tensor,
     pub tokens: usize,
+    #[cfg(any(test, feature = "cuda"))]
+    tokens_apart: bool,
 }
 
 impl TensorRows {
@@ -32,6 +37,7 @@ impl TensorRows {
             heads,
             dim,
             device,
+            ..
         } = expected;
         let given = tensor.device().location();
         if given != device {
@@ -69,11 +75,26 @@ impl TensorRows {
             [.., 1] => tensor.clone(),
             _ => tensor.contiguous()?,
         };
-        Ok(TensorRows { tensor, tokens })
+        Ok(TensorRows {
+            tensor,
+            tokens,
+            #[cfg(any(test, feature = "cuda"))]
+            tokens_apart: expected.tokens_apart,
+        })
     }
 
-    /// Calls `work` with the rows, which are not copied.
+    /// The type of the numbers.
+    pub fn dtype(&self) -> DType {
+        self.tensor.dtype()
+    }
+
+    /// Calls `work` with the rows, which are not copied on the CPU; on a GPU as [`TensorRows::on_device`] says.
     pub fn read<T>(&self, work: impl FnOnce(Rows<'_>) -> Result<T, Error>) -> Result<T, Error> {
+        #[cfg(feature = "cuda")]
+        if self.tensor.device().is_cuda() {
+            let (rows, stride) = self.on_device()?;
+            return crate::device::read(&rows, stride, work);
+        }
         let (storage, layout) = self.tensor.storage_and_layout();
         let (batch, heads, tokens, dim) = layout.shape().dims4()?;
         let [of_batch, of_head, of_token, _] = *layout.stride() else {
@@ -85,9 +106,7 @@ impl TensorRows {
             Storage::Cpu(CpuStorage::F32(x)) => Rows::strided_batch(&x[start..], shape, strides),
             Storage::Cpu(CpuStorage::F16(x)) => Rows::strided_batch(&x[start..], shape, strides),
             Storage::Cpu(CpuStorage::BF16(x)) => Rows::strided_batch(&x[start..], shape, strides),
-            _ => unreachable!(
-                "`new` takes tensors of these types, and the caller knows that they are on the CPU"
-            ),
+            _ => unreachable!("`new` takes tensors of these types alone, on devices with caches"),
         };
         work(rows?)
     }
@@ -113,7 +132,8 @@ impl TensorRows {
         };
         let is_aligned =
             |elements: usize| (elements * rows.dtype().size_in_bytes()).is_multiple_of(16);
-        let lies = (heads == 1 || of_head == dim)
+        let lies = (self.tokens_apart || stride == side_by_side)
+            && (heads == 1 || of_head == dim)
             && (batch <= 1 || tokens <= 1 || of_batch == tokens * of_token)
             && is_aligned(layout.start_offset())
             && is_aligned(stride);
@@ -136,6 +156,7 @@ mod tests {
         heads: 2,
         dim: 4,
         device: DeviceLocation::Cpu,
+        tokens_apart: true,
     };
 
     /// Whether the rows are the tensor's own memory.
@@ -147,7 +168,7 @@ mod tests {
         let own = all[layout.start_offset()..].as_ptr();
         let rows = TensorRows::new(EXPECTED, tensor, tensor.dims()[0]).unwrap();
         let found = rows.read(|rows| match rows.elements() {
-            Elements::F32(x) => Ok((rows.len(), x.as_ptr())),
+            Some(Elements::F32(x)) => Ok((rows.len(), x.as_ptr())),
             _ => panic!("an f32 tensor"),
         });
         let (len, address) = found.unwrap();
@@ -206,6 +227,12 @@ mod tests {
         let fused = counted.reshape((2, 3, 4, 4)).unwrap();
         let part = fused.narrow(2, 2, 2).unwrap().transpose(1, 2).unwrap();
         assert_eq!(lies(&part), (true, 16));
+        let queries = Expected {
+            tokens_apart: false,
+            ..EXPECTED
+        };
+        let copied = TensorRows::new(queries, &part, 2).unwrap().on_device();
+        assert_eq!(copied.unwrap().1, 8);
         // Heads before tokens; a sequence left out between two; tokens that begin within 16 bytes.
         assert_eq!(lies(&counted.reshape((4, 2, 3, 4)).unwrap()), (false, 8));
         let tokens = projected.narrow(1, 0, 2).unwrap();

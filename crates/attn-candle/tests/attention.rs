@@ -238,7 +238,10 @@ fn drafts_are_taken_back_prefixes_shared_and_sequences_emptied() {
     assert_eq!(cache.lens(), [20, 0]);
     cache.reset().unwrap();
     assert_eq!(cache.lens(), [0, 0]);
-    assert_eq!(cache.cache().free_pages(), cache.cache().config().num_pages);
+    assert_eq!(
+        cache.session().free_pages(),
+        cache.session().config().num_pages
+    );
 }
 
 #[rstest]
@@ -275,7 +278,10 @@ fn what_cannot_be_appended_is_refused_and_changes_nothing(
     let given = cache.append(&k, &v).unwrap_err().to_string();
     assert!(given.starts_with(refusal), "{given}");
     assert_eq!(cache.lens(), [0, 0]);
-    assert_eq!(cache.cache().free_pages(), cache.cache().config().num_pages);
+    assert_eq!(
+        cache.session().free_pages(),
+        cache.session().config().num_pages
+    );
 }
 
 #[test]

@@ -225,16 +225,19 @@ fn what_a_gpu_refuses_changes_nothing() {
     assert!(
         matches!(
             error,
-            Error::Tokens {
+            Error::Attention(attn::Error::Shape {
                 what: "v",
-                given: 2,
-                needed: 3
-            }
+                given: [2, 2, 64],
+                needed: [3, 2, 64]
+            })
         ),
         "{error}"
     );
     let error = cache.append(&three, &rows(3, DType::BF16)).unwrap_err();
-    assert!(matches!(error, Error::DType { what: "v", .. }), "{error}");
+    assert!(
+        matches!(error, Error::Attention(attn::Error::Rows { what: "v", .. })),
+        "{error}"
+    );
     let mut here = QuantizedKvCache::new(KvFormat::INT8, HEADS, 1, 256, &CPU).unwrap();
     let error = here.append(&three, &three).unwrap_err();
     assert!(matches!(error, Error::Device { what: "k", .. }), "{error}");
@@ -243,11 +246,11 @@ fn what_a_gpu_refuses_changes_nothing() {
     assert!(
         matches!(
             error,
-            Error::Tokens {
+            Error::Attention(attn::Error::Shape {
                 what: "k",
-                given: 3,
-                needed: 2
-            }
+                given: [3, 2, 64],
+                needed: [2, 2, 64]
+            })
         ),
         "{error}"
     );

@@ -76,7 +76,7 @@ fn a_step_that_fails_in_a_layer_is_taken_back_whole() {
         "`reserve` the step's tokens",
     );
     refused(&|cache| cache.reserve(&[2], 1), "sequence 2 does not exist");
-    refused(&|cache| cache.attend_to(&[0], &q).map(drop), "choose one");
+    refused(&|cache| cache.attend_to(&[0], &q).map(drop), "attend_layer");
     refused(
         &|cache| {
             cache.reserve(&[0], 3)?;
@@ -103,7 +103,10 @@ fn a_step_that_fails_in_a_layer_is_taken_back_whole() {
     assert_eq!(cache.lens(), [3, 0]);
     cache.cancel_step().unwrap();
     assert_eq!(cache.lens(), [0, 0]);
-    assert_eq!(cache.cache().free_pages(), cache.cache().config().num_pages);
+    assert_eq!(
+        cache.session().free_pages(),
+        cache.session().config().num_pages
+    );
     cache.reserve(&[0], 3).unwrap();
     cache.reset().unwrap();
     assert_eq!(cache.lens(), [0, 0]);
@@ -120,10 +123,10 @@ fn a_window_keeps_its_bits_when_the_tokens_before_it_are_dropped() {
     let q = rows(3, 1, HEADS.q, 1);
     cache.append_to(&[0], &k, &v).unwrap();
     let before = cache.attend_to(&[0], &q).unwrap();
-    let free = cache.cache().free_pages();
+    let free = cache.session().free_pages();
     assert!(cache.drop_before(0, 301).is_err());
     cache.drop_before(0, 300 - 99).unwrap();
-    assert_eq!(cache.cache().free_pages(), free + 3);
+    assert_eq!(cache.session().free_pages(), free + 3);
     assert_eq!(bits(&cache.attend_to(&[0], &q).unwrap()), bits(&before));
     assert_eq!(cache.lens(), [300, 0]);
     // Ten more queries would see tokens that are gone.

@@ -5,6 +5,7 @@ use std::ffi::OsString;
 use crate::{
     cache::KvCache,
     cache_config::CacheConfig,
+    device_steps::DeviceSteps,
     error::{Error, Unsupported},
     events,
     format::KvFormat,
@@ -98,6 +99,22 @@ pub trait DecodeAttention: Send + Sync {
         self.execute(step)?;
         step.finish();
         Ok(())
+    }
+
+    /// Prepares the calls over a cache of this backend whose rows lie in the device's memory.
+    ///
+    /// # Errors
+    /// [`Error::Rows`] from a backend that takes rows in host memory alone, as every one does that does not say otherwise; [`Error::WrongBackend`] for another
+    /// backend's cache; [`Error::Device`].
+    fn device_steps(&self, _: &KvCache) -> Result<Box<dyn DeviceSteps>, Error> {
+        Err(Error::Rows {
+            what: "a row of the call",
+            given: "lies on a device".to_owned(),
+            needed: format!(
+                "rows in host memory, as backend {} takes them",
+                self.device().backend
+            ),
+        })
     }
 
     /// Attends a shard of its sequences' tokens, and leaves the states of its spans as they are: what [`SpanStates::finish`] makes the bits of one step

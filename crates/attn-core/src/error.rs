@@ -48,6 +48,16 @@ pub enum Error {
         /// Those that the call needs.
         needed: [usize; 3],
     },
+    /// Rows in another memory, of another type, or at other places than the call takes.
+    #[error("{what} {given}; needed: {needed}")]
+    Rows {
+        /// The name of the rows.
+        what: &'static str,
+        /// Where they are, or what they hold.
+        given: String,
+        /// What the call takes.
+        needed: String,
+    },
     /// NaN or infinity in K, V or Q, or in another list of numbers.
     #[error(
         "{what} is {value} at {at}; only finite numbers are taken: look for the layer that made it"
@@ -423,6 +433,7 @@ kinds! { Error {
     Parameter: Parameter,
     Length: Shape,
     Shape: Shape,
+    Rows: Shape,
     NotFinite: Number,
     Magnitude: Number,
     QueryRange: Number,

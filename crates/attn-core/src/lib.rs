@@ -16,11 +16,14 @@
 #![forbid(unsafe_code)]
 
 pub mod arithmetic;
+mod attend;
 pub mod backend;
 mod backend_id;
 pub mod cache;
 mod cache_config;
 pub mod convert;
+mod device_rows;
+mod device_steps;
 mod elements;
 pub mod error;
 pub mod events;
@@ -54,6 +57,7 @@ mod wide_rows;
 #[doc = include_str!("../FORMATS.md")]
 pub mod formats {}
 
+pub use attend::{Attend, Attended, ScoreModifiers};
 pub use backend::{DecodeAttention, DeviceInfo};
 pub use backend_id::BackendId;
 pub use cache::{
@@ -61,12 +65,14 @@ pub use cache::{
     TokenWrite,
 };
 pub use cache_config::{CacheBuilder, CacheConfig};
+pub use device_rows::{DeviceMemory, DeviceRows, Dtype, all_on_device};
+pub use device_steps::DeviceSteps;
 pub use elements::{Elements, ElementsMut};
 pub use error::{ElementIndex, Error, ErrorKind, Given, TruncateLimit, Unsupported};
 pub use format::{Int8Scale, KvFormat, Scheme, Window};
 pub use host_pages::{HostPages, HostStore};
 pub use layout::PageLayout;
-pub use plan::Plan;
+pub use plan::{KEPT_PLANS, Plan};
 pub use problem::{Arithmetic, Heads, Problem};
 pub use query_block::QueryBlock;
 pub use recent::Recent;

@@ -4,6 +4,36 @@ use std::{any::Any, fmt, sync::Arc};
 
 use crate::{error::Error, events, format::KvFormat, problem::Problem, process};
 
+/// The plans that are kept for the calls that come: those of decoding, of drafts, of a prompt's pieces.
+pub const KEPT_PLANS: usize = 8;
+
+impl Problem {
+    /// The problem to plan for where plans are kept while sequences grow: its sequences are all as long as its longest one, and an eighth more at most, so that
+    /// few plans serve all lengths. Of shards ([`Problem::tokens_after`]), whose following tokens differ from step to step, it is the problem itself.
+    ///
+    /// ```
+    /// use attn_core::{Heads, Problem};
+    ///
+    /// let problem = Problem::new(Heads { q: 4, kv: 1, dim: 64 }, [1000, 3]);
+    /// assert_eq!(problem.to_plan().kv_lens, [1024, 1024]);
+    /// ```
+    #[must_use]
+    pub fn to_plan(&self) -> Problem {
+        let mut planned = self.clone();
+        if self.tokens_after.is_empty() {
+            let longest = self.kv_lens.iter().copied().max().unwrap_or(0);
+            planned.kv_lens = vec![planned_len(longest); self.batch()];
+        }
+        planned
+    }
+}
+
+/// The length to plan for where the longest sequence has `len` tokens.
+fn planned_len(len: usize) -> usize {
+    let step = (len.max(1).next_power_of_two() / 16).max(64);
+    len.max(1).next_multiple_of(step)
+}
+
 /// A problem prepared for one backend, by [`DecodeAttention::plan`](crate::DecodeAttention::plan).
 ///
 /// A plan is made once and serves every step of the same batch, heads and modifiers whose sequences are at most as long as the problem's:
@@ -72,5 +102,35 @@ impl fmt::Debug for Plan {
         fields.field("format", &self.format);
         fields.field("problem", &self.problem);
         fields.finish_non_exhaustive()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::problem::Heads;
+
+    #[test]
+    fn a_plan_serves_an_eighth_more_tokens_at_most() {
+        let [mut plans, mut last] = [0, usize::MAX];
+        for len in 0..=1 << 20 {
+            let planned = planned_len(len);
+            assert!(planned >= len && planned <= 1 << 20, "{len}");
+            assert!(planned - len <= 64 || 8 * (planned - len) <= len, "{len}");
+            plans += usize::from(planned != last);
+            last = planned;
+        }
+        assert!(plans < 120, "{plans}");
+    }
+
+    #[test]
+    fn shards_are_planned_as_they_are() {
+        let heads = Heads {
+            q: 1,
+            kv: 1,
+            dim: 64,
+        };
+        let shard = Problem::new(heads, [1024]).tokens_after([(1 << 20) - 1024]);
+        assert_eq!(shard.to_plan(), shard);
     }
 }

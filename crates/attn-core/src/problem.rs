@@ -4,7 +4,7 @@ use crate::{
     error::{Error, Given, Unsupported, refuse},
     format::KvFormat,
     layout::{check_head_dim, check_kv_heads},
-    segments::SPAN_TOKENS,
+    segments::{SPAN_TOKENS, num_spans},
 };
 
 pub use crate::layout::HEAD_DIMS;
@@ -23,6 +23,9 @@ pub const MAX_TOKENS: usize = 1 << 20;
 
 /// Most elements that a slice of f32 can hold.
 const MAX_ELEMENTS: usize = isize::MAX as usize / size_of::<f32>();
+
+/// Spans of the longest sequence that the library defines.
+const MAX_SPANS: usize = (1 << 20) / SPAN_TOKENS;
 
 /// Steps with at most this many query tokens of each sequence ignore [`Arithmetic::Fast`]: they are bound by memory.
 const FEW_TOKENS: usize = 16;
@@ -391,6 +394,22 @@ impl Problem {
             ),
             None => Ok(()),
         }
+    }
+
+    /// Refuses fewer spans than the longest sequence has tokens for, and more than any has.
+    ///
+    /// # Errors
+    /// [`Error::Parameter`].
+    pub fn check_spans(&self, spans: usize) -> Result<(), Error> {
+        let longest = self.kv_lens.iter().copied().max().unwrap_or(0);
+        if (num_spans(longest).max(1)..=MAX_SPANS).contains(&spans) {
+            return Ok(());
+        }
+        refuse(
+            "spans",
+            format_args!("{spans} for a sequence of {longest} tokens"),
+            "one for each 1024 tokens of the longest sequence, and one at least; at most 1024",
+        )
     }
 
     /// Refuses another number of values than one for each query head, and values that are not allowed.

@@ -111,6 +111,25 @@ impl Layout {
         token / tokens * s + token % tokens * t + head * h
     }
 
+    /// Elements up to the end of the last row; `strided` has seen that the sums do not wrap.
+    pub fn end(&self) -> usize {
+        if self.is_empty() {
+            return 0;
+        }
+        let [sequences, tokens, heads, dim] = self.shape;
+        let [s, t, h] = self.strides;
+        (sequences - 1) * s + (tokens - 1) * t + (heads - 1) * h + dim
+    }
+
+    /// Elements from one token to the next, where the heads of a token lie side by side and all tokens are equally far apart.
+    pub fn token_stride(&self) -> Option<usize> {
+        let [sequences, tokens, heads, dim] = self.shape;
+        if self.is_empty() || sequences * tokens == 1 && self.has_heads_together() {
+            return Some(heads.saturating_mul(dim));
+        }
+        (sequences == 1 && self.has_heads_together()).then_some(self.strides[1])
+    }
+
     fn has_heads_together(&self) -> bool {
         let [.., heads, dim] = self.shape;
         heads == 1 || self.strides[2] == dim

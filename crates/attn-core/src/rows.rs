@@ -1,13 +1,46 @@
-//! Rows `[tokens, heads, dim]` in the caller's memory: side by side, or at strides.
+//! Rows `[tokens, heads, dim]` in the caller's memory, on the host or on a device: side by side, or at strides.
 
 use half::{bf16, f16, slice::HalfFloatSliceExt};
 
 use crate::{
+    device_rows::{DeviceMemory, DeviceRows},
     elements::{Elements, ElementsMut},
     error::{Error, filled},
     row_layout::{Layout, refused},
     wide_rows::{WideRows, WideRowsMut, Widened},
 };
+
+/// Where rows to read are.
+#[derive(Debug, Clone, Copy)]
+enum Memory<'a> {
+    Host(Elements<'a>),
+    Device(&'a dyn DeviceMemory),
+}
+
+/// Where rows to write are.
+#[derive(Debug)]
+enum MemoryMut<'a> {
+    Host(ElementsMut<'a>),
+    Device(&'a dyn DeviceMemory),
+}
+
+/// The refusal of a device's rows where the host reads or writes.
+fn on_device(what: &'static str, memory: &dyn DeviceMemory) -> Error {
+    Error::Rows {
+        what,
+        given: format!("lies on {}", memory.device()),
+        needed: "rows in host memory, which is all that this call takes".to_owned(),
+    }
+}
+
+/// The refusal of the host's rows where a device reads or writes.
+fn on_host(what: &'static str) -> Error {
+    Error::Rows {
+        what,
+        given: "lies in host memory".to_owned(),
+        needed: "rows in the device's memory".to_owned(),
+    }
+}
 
 /// Refuses a slice that ends before the last row does.
 fn check_reach(given: usize, needed: usize) -> Result<(), Error> {
@@ -19,6 +52,15 @@ fn check_reach(given: usize, needed: usize) -> Result<(), Error> {
         given,
         needed,
     })
+}
+
+/// Refuses rows to write that share an element.
+fn check_apart(layout: &Layout, shape: [usize; 4], strides: [usize; 3]) -> Result<(), Error> {
+    if !layout.overlaps() {
+        return Ok(());
+    }
+    let allowed = "rows to write that do not overlap: strides of at least what lies inside of them";
+    Err(refused(shape, strides, allowed))
 }
 
 /// Refuses other than the needed rows `[tokens, heads, dim]`.
@@ -52,10 +94,11 @@ fn check_shape(
 /// Rows to read, `[tokens, heads, dim]` of f32, f16 or bf16: K, V or queries.
 ///
 /// A slice, an array or a vector converts into it: rows side by side. [`Rows::strided`] takes rows that lie apart, such as a slice of a fused
-/// projection or a transposed array. What lies between rows is not read.
+/// projection or a transposed array. What lies between rows is not read. [`Rows::on_device`] takes rows in a device's memory, which its own backend reads
+/// there.
 #[derive(Debug, Clone, Copy)]
 pub struct Rows<'a> {
-    elements: Elements<'a>,
+    memory: Memory<'a>,
     /// `None`: the rows that a call needs, side by side.
     layout: Option<Layout>,
 }
@@ -63,10 +106,10 @@ pub struct Rows<'a> {
 /// Rows to write, `[tokens, heads, dim]` of f32, f16 or bf16: outputs.
 ///
 /// A slice, an array or a vector converts into it: rows side by side. [`RowsMut::strided`] takes rows that lie apart. What lies between rows is
-/// neither read nor written.
+/// neither read nor written. [`RowsMut::on_device`] takes rows in a device's memory.
 #[derive(Debug)]
 pub struct RowsMut<'a> {
-    elements: ElementsMut<'a>,
+    memory: MemoryMut<'a>,
     layout: Option<Layout>,
 }
 
@@ -115,22 +158,73 @@ impl<'a> Rows<'a> {
         let (layout, end) = Layout::strided(shape, strides)?;
         check_reach(elements.len(), end)?;
         Ok(Rows {
-            elements,
+            memory: Memory::Host(elements),
             layout: Some(layout),
         })
     }
 
-    /// The slice that has the rows, and what lies between and behind them.
+    /// Rows `[sequences, tokens, heads, dim]` in a device's memory, with strides as those of [`Rows::strided_batch`].
+    ///
+    /// # Errors
+    /// Those of [`Rows::strided`].
+    pub fn on_device(
+        memory: &'a dyn DeviceMemory,
+        shape: [usize; 4],
+        strides: [usize; 3],
+    ) -> Result<Self, Error> {
+        let (layout, end) = Layout::strided(shape, strides)?;
+        check_reach(memory.elements(), end)?;
+        Ok(Rows {
+            memory: Memory::Device(memory),
+            layout: Some(layout),
+        })
+    }
+
+    /// The slice that has the rows, and what lies between and behind them; none for rows on a device.
     #[must_use]
-    pub fn elements(&self) -> Elements<'a> {
-        self.elements
+    pub fn elements(&self) -> Option<Elements<'a>> {
+        match self.memory {
+            Memory::Host(elements) => Some(elements),
+            Memory::Device(_) => None,
+        }
+    }
+
+    /// The memory of rows on a device; none for rows in host memory.
+    #[must_use]
+    pub fn device(&self) -> Option<&'a dyn DeviceMemory> {
+        match self.memory {
+            Memory::Host(_) => None,
+            Memory::Device(memory) => Some(memory),
+        }
+    }
+
+    /// The rows, which are on a device and have the needed shape `[tokens, heads, dim]`.
+    ///
+    /// # Errors
+    /// [`Error::Shape`]; [`Error::Rows`] for rows in host memory.
+    pub fn device_rows(
+        &self,
+        what: &'static str,
+        needed: [usize; 3],
+    ) -> Result<DeviceRows<'a>, Error> {
+        let memory = self.device().ok_or_else(|| on_host(what))?;
+        let layout = self.check(what, needed)?;
+        Ok(DeviceRows::new(what, memory, layout))
+    }
+
+    /// Elements of the memory that has the rows.
+    fn reach(&self) -> usize {
+        match self.memory {
+            Memory::Host(elements) => elements.len(),
+            Memory::Device(memory) => memory.elements(),
+        }
     }
 
     /// Number of elements of all rows; what lies between them is not counted.
     #[must_use]
     pub fn len(&self) -> usize {
         self.layout
-            .map_or(self.elements.len(), |layout| layout.len())
+            .map_or_else(|| self.reach(), |layout| layout.len())
     }
 
     /// Whether there are none.
@@ -142,7 +236,7 @@ impl<'a> Rows<'a> {
     /// A copy of the rows, side by side, in f32.
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`].
+    /// [`Error::OutOfMemory`]; [`Error::Rows`] for rows on a device.
     pub fn to_wide(&self) -> Result<Vec<f32>, Error> {
         let layout = match self.layout {
             Some(layout) => layout,
@@ -162,7 +256,7 @@ impl<'a> Rows<'a> {
             let tokens = layout.shape()[0];
             return check_shape(what, 0, Some(layout), [tokens, heads, dim]).map(|_| tokens);
         }
-        let (given, row) = (self.elements.len(), heads * dim);
+        let (given, row) = (self.reach(), heads * dim);
         if !given.is_multiple_of(row) {
             return Err(Error::Length {
                 what,
@@ -175,14 +269,27 @@ impl<'a> Rows<'a> {
 
     /// Refuses other than the needed rows `[tokens, heads, dim]`.
     pub(crate) fn check(&self, what: &'static str, needed: [usize; 3]) -> Result<Layout, Error> {
-        check_shape(what, self.elements.len(), self.layout, needed)
+        check_shape(what, self.reach(), self.layout, needed)
+    }
+
+    /// Refuses other than the needed rows, and rows on a device.
+    pub(crate) fn check_host(
+        &self,
+        what: &'static str,
+        needed: [usize; 3],
+    ) -> Result<Layout, Error> {
+        match self.device() {
+            Some(memory) => Err(on_device(what, memory)),
+            None => self.check(what, needed),
+        }
     }
 
     /// The rows, which have this layout, in f32: in place where they are, else side by side in memory of their own.
     pub(crate) fn widened(self, layout: Layout, what: &'static str) -> Result<Widened<'a>, Error> {
-        let narrow = match self.elements {
-            Elements::F32(x) => return Ok(Widened::in_place(x, layout)),
-            narrow => narrow,
+        let narrow = match self.memory {
+            Memory::Host(Elements::F32(x)) => return Ok(Widened::in_place(x, layout)),
+            Memory::Host(narrow) => narrow,
+            Memory::Device(memory) => return Err(on_device(what, memory)),
         };
         let mut wide = filled(what, layout.len(), 0.0f32)?;
         let mut rest = &mut wide[..];
@@ -243,24 +350,90 @@ impl<'a> RowsMut<'a> {
         let elements = elements.into();
         let (layout, end) = Layout::strided(shape, strides)?;
         check_reach(elements.len(), end)?;
-        if layout.overlaps() {
-            return Err(refused(
-                shape,
-                strides,
-                "rows to write that do not overlap: strides of at least what lies inside of them",
-            ));
-        }
+        check_apart(&layout, shape, strides)?;
         Ok(RowsMut {
-            elements,
+            memory: MemoryMut::Host(elements),
             layout: Some(layout),
         })
+    }
+
+    /// Rows `[sequences, tokens, heads, dim]` in a device's memory; see [`Rows::on_device`].
+    ///
+    /// # Errors
+    /// Those of [`RowsMut::strided`].
+    pub fn on_device(
+        memory: &'a dyn DeviceMemory,
+        shape: [usize; 4],
+        strides: [usize; 3],
+    ) -> Result<Self, Error> {
+        let (layout, end) = Layout::strided(shape, strides)?;
+        check_reach(memory.elements(), end)?;
+        check_apart(&layout, shape, strides)?;
+        Ok(RowsMut {
+            memory: MemoryMut::Device(memory),
+            layout: Some(layout),
+        })
+    }
+
+    /// The memory of rows on a device; none for rows in host memory.
+    #[must_use]
+    pub fn device(&self) -> Option<&'a dyn DeviceMemory> {
+        match self.memory {
+            MemoryMut::Host(_) => None,
+            MemoryMut::Device(memory) => Some(memory),
+        }
+    }
+
+    /// The rows, which are on a device and have the needed shape `[tokens, heads, dim]`.
+    ///
+    /// # Errors
+    /// [`Error::Shape`]; [`Error::Rows`] for rows in host memory.
+    pub fn device_rows(
+        &self,
+        what: &'static str,
+        needed: [usize; 3],
+    ) -> Result<DeviceRows<'a>, Error> {
+        let memory = self.device().ok_or_else(|| on_host(what))?;
+        let layout = self.check(what, needed)?;
+        Ok(DeviceRows::new(what, memory, layout))
+    }
+
+    /// The slice of f32 rows in host memory that lie side by side and have the needed shape `[tokens, heads, dim]`: results that are never rounded to 16 bits,
+    /// such as log-sum-exps.
+    ///
+    /// # Errors
+    /// [`Error::Length`], or [`Error::Shape`] for strided rows; [`Error::Rows`] for other rows.
+    pub fn into_packed_f32(
+        self,
+        what: &'static str,
+        needed: [usize; 3],
+    ) -> Result<&'a mut [f32], Error> {
+        let layout = self.check(what, needed)?;
+        let refused = |given: &str| Error::Rows {
+            what,
+            given: given.to_owned(),
+            needed: "rows of f32 side by side".to_owned(),
+        };
+        match self.into_elements(what)? {
+            ElementsMut::F32(x) if layout.is_packed() => Ok(&mut x[..layout.len()]),
+            ElementsMut::F32(_) => Err(refused("has rows that lie apart")),
+            _ => Err(refused("has numbers of 16 bits")),
+        }
+    }
+
+    /// Elements of the memory that has the rows.
+    fn reach(&self) -> usize {
+        match &self.memory {
+            MemoryMut::Host(elements) => elements.len(),
+            MemoryMut::Device(memory) => memory.elements(),
+        }
     }
 
     /// Number of elements of all rows; what lies between them is not counted.
     #[must_use]
     pub fn len(&self) -> usize {
         self.layout
-            .map_or(self.elements.len(), |layout| layout.len())
+            .map_or_else(|| self.reach(), |layout| layout.len())
     }
 
     /// Whether there are none.
@@ -271,18 +444,21 @@ impl<'a> RowsMut<'a> {
 
     /// Refuses other than the needed rows `[tokens, heads, dim]`.
     pub(crate) fn check(&self, what: &'static str, needed: [usize; 3]) -> Result<Layout, Error> {
-        check_shape(what, self.elements.len(), self.layout, needed)
+        check_shape(what, self.reach(), self.layout, needed)
     }
 
-    pub(crate) fn into_elements(self) -> ElementsMut<'a> {
-        self.elements
+    pub(crate) fn into_elements(self, what: &'static str) -> Result<ElementsMut<'a>, Error> {
+        match self.memory {
+            MemoryMut::Host(elements) => Ok(elements),
+            MemoryMut::Device(memory) => Err(on_device(what, memory)),
+        }
     }
 }
 
 impl<'a> From<Elements<'a>> for Rows<'a> {
     fn from(elements: Elements<'a>) -> Self {
         Rows {
-            elements,
+            memory: Memory::Host(elements),
             layout: None,
         }
     }
@@ -291,7 +467,7 @@ impl<'a> From<Elements<'a>> for Rows<'a> {
 impl<'a> From<ElementsMut<'a>> for RowsMut<'a> {
     fn from(elements: ElementsMut<'a>) -> Self {
         RowsMut {
-            elements,
+            memory: MemoryMut::Host(elements),
             layout: None,
         }
     }
@@ -301,7 +477,7 @@ impl<'a> From<WideRows<'a>> for Rows<'a> {
     fn from(rows: WideRows<'a>) -> Self {
         let (x, layout) = rows.into_parts();
         Rows {
-            elements: x.into(),
+            memory: Memory::Host(x.into()),
             layout: Some(layout),
         }
     }
@@ -311,7 +487,7 @@ impl<'a> From<WideRowsMut<'a>> for RowsMut<'a> {
     fn from(rows: WideRowsMut<'a>) -> Self {
         let (x, layout) = rows.into_layout();
         RowsMut {
-            elements: x.into(),
+            memory: MemoryMut::Host(x.into()),
             layout: Some(layout),
         }
     }

@@ -129,6 +129,32 @@ impl SpanStates {
         &self.o
     }
 
+    /// Writes the states to memory for those of as many spans or more, `[spans][rows][2]` and `[spans][rows][head_dim]`; the spans behind these see no token.
+    ///
+    /// # Errors
+    /// [`Error::Length`] for less memory; nothing is written then.
+    pub fn write(&self, max_sums: &mut [f32], o: &mut [f32]) -> Result<(), Error> {
+        let all = [
+            ("max_sums", max_sums, self.max_sums(), f32::NEG_INFINITY),
+            ("o", o, self.o(), 0.0),
+        ];
+        for (what, room, states, _) in &all {
+            if room.len() < states.len() {
+                return Err(Error::Length {
+                    what,
+                    given: room.len(),
+                    needed: states.len(),
+                });
+            }
+        }
+        for (_, room, states, unseen) in all {
+            let (seen, others) = room.split_at_mut(states.len());
+            seen.copy_from_slice(states);
+            others.fill(unseen);
+        }
+        Ok(())
+    }
+
     /// For backends: sets a row's state of a span, `[m, l]` and O.
     ///
     /// # Panics

@@ -205,7 +205,7 @@ impl<'a> SpansStep<'a> {
     /// Those of [`DecodeStep::new`]; [`Error::Parameter`] for a shard that ends inside a span.
     pub fn new(plan: &'a Plan, q: impl Into<Rows<'a>>, kv: KvSource<'a>) -> Result<Self, Error> {
         let q = q.into();
-        let in_q = q.check("q", shape(plan.problem()))?;
+        let in_q = q.check_host("q", shape(plan.problem()))?;
         Checked::new(plan, q, in_q, kv, Problem::check_shards).map(SpansStep)
     }
 
@@ -262,9 +262,9 @@ impl<'a> DecodeStep<'a> {
     ) -> Result<Self, Error> {
         let (q, out, problem) = (q.into(), out.into(), plan.problem());
         let needed = shape(problem);
-        let (in_q, in_out) = (q.check("q", needed)?, out.check("out", needed)?);
+        let (in_q, in_out) = (q.check_host("q", needed)?, out.check("out", needed)?);
         let inputs = Checked::new(plan, q, in_q, kv, |_| Ok(()))?;
-        let out = match out.into_elements() {
+        let out = match out.into_elements("out")? {
             ElementsMut::F32(out) => Output::Wide(out, in_out),
             narrow => {
                 let wide = filled("the outputs in f32", in_out.len(), 0.0)?;

@@ -4,6 +4,7 @@
 mod limited;
 
 use std::{
+    any::Any,
     collections::BTreeSet,
     env,
     fmt::Write,
@@ -16,9 +17,10 @@ use std::{
 };
 
 use attn_core::{
-    Append, AttnState, BackendId, CacheConfig, DecodeStep, Error, ErrorKind, Heads, HostPages,
-    KvCache, KvFormat, KvSource, KvView, PageLayout, Plan, Problem, Rotary, RotaryScaling,
-    RotaryTable, Rows, RowsMut, Scheme, SequenceImage, StridedRows, Unsupported,
+    Append, AttnState, BackendId, CacheConfig, DecodeStep, DeviceMemory, Dtype, Error, ErrorKind,
+    Heads, HostPages, KvCache, KvFormat, KvSource, KvView, PageLayout, Plan, Problem, Rotary,
+    RotaryScaling, RotaryTable, Rows, RowsMut, Scheme, SequenceImage, StridedRows, Unsupported,
+    all_on_device,
     convert::{ExternalRows, RowFormat, import, rows::q8_0_row},
     internals::order_free_pages,
 };
@@ -467,6 +469,32 @@ fn images() -> Vec<Refusal> {
     ]
 }
 
+/// A token's numbers on a device.
+#[derive(Debug)]
+struct There(&'static str);
+
+impl DeviceMemory for There {
+    fn elements(&self) -> usize {
+        ROW
+    }
+    fn dtype(&self) -> Dtype {
+        Dtype::F32
+    }
+    fn device(&self) -> String {
+        self.0.to_owned()
+    }
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+}
+
+/// Why the host does not append a token that is on a device.
+fn append_on(memory: &There) -> Error {
+    let k = Rows::on_device(memory, [1, 1, 1, DIM], [0, DIM, DIM]).unwrap();
+    let mut cache = filled("int8", 0);
+    cache.append(0, k, &[0.5; ROW]).unwrap_err()
+}
+
 fn rows() -> Vec<Refusal> {
     let (x, mut out) = ([0.5f32; 200], [0.5f32; 200]);
     let layout = PageLayout::new(KvFormat::same(Scheme::F16), DIM, 16, 1).unwrap();
@@ -499,6 +527,14 @@ fn rows() -> Vec<Refusal> {
         (
             "results that overlap",
             RowsMut::strided(&mut out, [3, 1, DIM], [32, DIM]).unwrap_err(),
+        ),
+        (
+            "K on a GPU, in a call of the host's",
+            append_on(&There("cuda:1")),
+        ),
+        (
+            "K on a GPU, and V in host memory",
+            all_on_device(&[("k", Some(&There("cuda:0"))), ("v", None)]).unwrap_err(),
         ),
         ("rows of bf16 for pages of f16", imported(Scheme::Bf16)),
         ("plain rows of int4", imported(Scheme::Int4(1))),

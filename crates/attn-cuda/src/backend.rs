@@ -3,15 +3,16 @@
 use std::sync::{Arc, Mutex, PoisonError};
 
 use attn_core::{
-    CacheConfig, CacheLayer, DecodeAttention, DecodeStep, DeviceInfo, Error, KvCache, KvFormat,
-    KvMemory, PageStore, Plan, Problem, StepInputs, StepOutputs, Unsupported,
+    CacheConfig, CacheLayer, DecodeAttention, DecodeStep, DeviceInfo, DeviceSteps, Error, KvCache,
+    KvFormat, KvMemory, PageStore, Plan, Problem, StepInputs, StepOutputs, Unsupported,
 };
 use attn_kernels::cuda::{KvLayout, instance};
 use cudarc::driver::{DriverError, result};
 
 use crate::{
     device::Device,
-    error::{BACKEND, failed},
+    device_steps::CudaSteps,
+    error::{BACKEND, FOREIGN_CACHE, failed},
     gpu::CudaBackend,
     images,
     native::{self, DeviceKv, NativePlan, Pages, PlanKind},
@@ -192,11 +193,6 @@ fn check_lengths(
     Ok(())
 }
 
-pub(crate) const FOREIGN_CACHE: Error = Error::WrongBackend {
-    backend: BACKEND,
-    what: "cache",
-};
-
 impl DecodeAttention for CudaBackend {
     fn device(&self) -> &DeviceInfo {
         &self.device.info
@@ -234,6 +230,10 @@ impl DecodeAttention for CudaBackend {
         // Pages of other sizes and contiguous caches are prepared by their first step.
         self.planned(&plan)?.native(USUAL, &plan)?;
         Ok(plan)
+    }
+
+    fn device_steps(&self, cache: &KvCache) -> Result<Box<dyn DeviceSteps>, Error> {
+        Ok(Box::new(CudaSteps::new(self, cache)?))
     }
 
     fn execute(&self, step: &mut DecodeStep<'_>) -> Result<(), Error> {

@@ -1,66 +1,32 @@
-//! Steps over a [`KvCache`] whose rows lie in device memory already, on the caller's stream: the host keeps pages and lengths, and no row leaves
-//! the device.
+//! Calls over a [`KvCache`] whose rows lie in the GPU's memory, on the caller's stream: the host keeps pages and lengths, and no row leaves the device.
 
 use attn_core::{
-    Append, CachedSequences, Error, KvCache, PageStore, Problem, Recent, TokenWrite, Window,
-    events,
-    segments::{SPAN_TOKENS, num_spans},
+    Attended, CacheAccess, DeviceRows, DeviceSteps, Dtype, Error, KEPT_PLANS, KvCache, PageStore,
+    Problem, Recent, TokenWrite, Window, events, segments::SPAN_TOKENS,
 };
 use attn_kernels::cuda::KvLayout;
 use cudarc::driver::{CudaEvent, result, sys};
 
 use crate::native::{
-    DecodeArgs, DeviceAddress, DeviceKv, Dtype, KvRows, NativeAppend, NativePlan, PagedSequences,
-    PlanKind, SlotAppendArgs, SpansArgs, Stream, alibi_slopes_log2, launch_decode_as, prepare,
+    DecodeArgs, DeviceAddress, DeviceKv, NativeAppend, NativePlan, PagedSequences, PlanKind,
+    SlotAppendArgs, SpansArgs, Stream, alibi_slopes_log2, launch_decode_as, prepare,
 };
 use crate::{
-    backend::FOREIGN_CACHE,
     device_tables::DeviceTables,
-    error::{BACKEND, failed},
+    error::{BACKEND, FOREIGN_CACHE, failed},
     gpu::CudaBackend,
+    memory::CallRows,
     sizes,
     staging::{DeviceLists, Lists, Scratch, Staging},
-    store::CudaPages,
+    store::{CudaPages, check_writes},
     upload::bytes_of,
 };
 
-/// Plans that are kept for the steps that come: those of decoding, of drafts, of a prompt's pieces.
-const KEPT_PLANS: usize = 8;
-
-/// Queries and outputs in device memory, `[query tokens, num_q_heads, head_dim]`, sequence after sequence.
-#[derive(Debug, Clone, Copy)]
-pub struct QueryRows {
-    /// The queries.
-    pub q: DeviceAddress,
-    /// The outputs.
-    pub out: DeviceAddress,
-    /// Number format of `q` and `out`.
-    pub dtype: Dtype,
-    /// f32 `[query tokens, num_q_heads]` for the log-sum-exps, or null.
-    pub lse: DeviceAddress,
-}
-
-/// Queries in device memory, as [`QueryRows::q`], and where the states of the spans that they see go.
-#[derive(Debug, Clone, Copy)]
-pub struct SpanRows {
-    /// The queries.
-    pub q: DeviceAddress,
-    /// Number format of `q`.
-    pub dtype: Dtype,
-    /// Spans of 1024 tokens, at least those of the longest sequence, 1 to 1024. States of spans that a sequence does not have are those that see no token.
-    pub spans: usize,
-    /// f32 `[spans][query tokens, num_q_heads][2]`: maxima, −∞ where a row sees no token of a span, and sums.
-    pub max_sums: DeviceAddress,
-    /// f32 `[spans][query tokens, num_q_heads][head_dim]`; not written where a row sees no token.
-    pub o: DeviceAddress,
-}
-
-/// What the steps of one [`KvCache`] keep: page tables and a workspace on the device, and the plans of the latest problems.
+/// What the calls over one [`KvCache`] keep: page tables and a workspace on the device, and the plans of the latest problems.
 ///
-/// Made by [`CudaBackend::prepare_steps`]. All steps of a cache go through one value, which orders them where their streams differ. Dropping it
-/// waits for them, so drop it before the cache.
+/// All calls over a cache go through one value, which orders them where their streams differ. Dropping it waits for them, so it is dropped before the cache.
 #[derive(Debug)]
-pub struct DeviceSteps {
+pub(crate) struct CudaSteps {
     gpu: CudaBackend,
     append: NativeAppend,
     plans: Recent<(PlanKind, Problem), NativePlan>,
@@ -70,26 +36,33 @@ pub struct DeviceSteps {
     /// Lengths, page tables and the problem's lists.
     tables: DeviceLists,
     workspace: Scratch,
-    /// Bytes at the workspace's start that are zero once the steps before have run.
+    /// Bytes at the workspace's start that are zero once the calls before have run.
     zeroed: usize,
-    /// Recorded behind the latest step.
+    /// Recorded behind the latest call.
     done: CudaEvent,
 }
 
-impl CudaBackend {
-    /// Prepares steps over a cache of this backend. Loads (at first compiles) the kernel of appends.
-    ///
-    /// # Errors
-    /// [`Error::WrongBackend`] for another backend's cache; [`Error::Device`].
-    pub fn prepare_steps(&self, cache: &KvCache) -> Result<DeviceSteps, Error> {
-        self.store(cache)?;
-        self.device.bind()?;
-        let done = self.device.context.new_event(None);
-        Ok(DeviceSteps {
-            append: self.prepare_append(cache.config())?,
+/// Where attention reads queries and writes results: outputs and log-sum-exps, or the states of spans.
+struct LaunchRows {
+    q: DeviceAddress,
+    dtype: Dtype,
+    out: DeviceAddress,
+    lse: DeviceAddress,
+    /// Maxima and sums, and O.
+    states: Option<[DeviceAddress; 2]>,
+}
+
+impl CudaSteps {
+    /// Prepares calls over a cache of this backend. Loads (at first compiles) the kernel of appends.
+    pub(crate) fn new(gpu: &CudaBackend, cache: &KvCache) -> Result<Self, Error> {
+        gpu.store(cache)?;
+        gpu.device.bind()?;
+        let done = gpu.device.context.new_event(None);
+        Ok(CudaSteps {
+            append: gpu.prepare_append(cache.config())?,
             done: done.map_err(failed("making an event"))?,
             gpu: CudaBackend {
-                device: self.device.clone(),
+                device: gpu.device.clone(),
             },
             plans: Recent::new(KEPT_PLANS),
             staging: Staging::default(),
@@ -99,90 +72,45 @@ impl CudaBackend {
             zeroed: 0,
         })
     }
+
+    /// The rows of a call on this GPU.
+    fn call(&self) -> CallRows {
+        CallRows::on(self.gpu.device.context.ordinal())
+    }
 }
 
-impl DeviceSteps {
-    /// Appends tokens to several sequences at once, as [`KvCache::append_batch`] does: enqueues the writes on `stream`, and enters the tokens into
-    /// the cache's table. The bytes are those of the host's append.
-    ///
-    /// # Safety
-    /// - `stream` is a live stream of the device's primary context.
-    /// - `tokens` are as many rows as `appends` say, in device memory of the documented type, aligned to 16 bytes, and stay so until the work has
-    ///   run; K and V are finite and within the scheme's magnitudes.
-    ///
-    /// # Errors
-    /// Those of [`KvCache::append_with`]; [`Error::WrongBackend`]; [`Error::Parameter`] while `stream` is captured into a graph;
-    /// [`Error::Device`]. Lengths and pages are unchanged then.
-    pub unsafe fn append(
-        &mut self,
-        cache: &mut KvCache,
-        appends: &[Append],
-        tokens: &KvRows,
-        stream: Stream,
-    ) -> Result<(), Error> {
-        self.gpu.store(cache)?;
-        self.begin(stream)?;
-        // The store copies a page that a fork shares on its own stream.
-        let own = self.gpu.device.stream.cu_stream();
-        self.order(own)?;
-        cache.append_with(appends, |store, writes| {
-            let store = store.as_any().downcast_ref::<CudaPages>();
-            let store = store.ok_or(FOREIGN_CACHE)?;
-            // SAFETY: this function's contract; the places come from the cache, whose pages the store has.
-            unsafe { self.write_places(store, 0, writes, tokens, stream) }
-        })
-    }
-
-    /// Begins a model's step, as [`KvCache::reserve`] does, behind the steps before on their streams: pages that it copies or takes again hold what these
-    /// wrote.
-    ///
-    /// # Errors
-    /// Those of [`KvCache::reserve`]; [`Error::WrongBackend`], [`Error::Device`]. Lengths and pages are unchanged then.
-    pub fn reserve(&mut self, cache: &mut KvCache, appends: &[Append]) -> Result<(), Error> {
-        self.gpu.store(cache)?;
+impl DeviceSteps for CudaSteps {
+    fn check_write(&mut self, kv: [DeviceRows<'_>; 2]) -> Result<(), Error> {
+        let mut call = self.call();
+        call.tokens(kv)?;
         self.gpu.device.bind()?;
-        self.order(self.gpu.device.stream.cu_stream())?;
-        cache.reserve(appends)
+        check_runs(call.stream())
     }
 
-    /// Writes one layer of the open step, as [`KvCache::write`] does: enqueues the writes on `stream`. The bytes are those of the host's write. Before
-    /// [`KvCache::cancel_step`] call [`DeviceSteps::wait`].
-    ///
-    /// # Safety
-    /// Those of [`DeviceSteps::append`], with as many rows as the step's appends say.
-    ///
-    /// # Errors
-    /// Those of [`KvCache::write_with`]; [`Error::WrongBackend`]; [`Error::Parameter`] while `stream` is captured into a graph; [`Error::Device`].
-    /// The layer counts as not written then.
-    pub unsafe fn write(
-        &mut self,
-        cache: &mut KvCache,
-        layer: usize,
-        tokens: &KvRows,
-        stream: Stream,
-    ) -> Result<(), Error> {
-        self.gpu.store_of(cache.layer(layer)?)?;
-        self.begin(stream)?;
-        cache.write_with(layer, |store, writes| {
-            let store = store.as_any().downcast_ref::<CudaPages>();
-            let store = store.ok_or(FOREIGN_CACHE)?;
-            // SAFETY: this function's contract; the places come from the cache, whose pages the store has.
-            unsafe { self.write_places(store, layer, writes, tokens, stream) }
-        })
+    fn order_store(&mut self) -> Result<(), Error> {
+        self.gpu.device.bind()?;
+        self.order(self.gpu.device.stream.cu_stream())
     }
 
-    /// Enqueues the writes of an append to a layer.
-    ///
-    /// # Safety
-    /// Those of [`DeviceSteps::append`]; `writes` are places of the store's cache.
-    unsafe fn write_places(
+    fn write(
         &mut self,
-        store: &CudaPages,
+        _: &CacheAccess,
+        store: &dyn PageStore,
         layer: usize,
         writes: &[TokenWrite],
-        tokens: &KvRows,
-        stream: Stream,
+        kv: [DeviceRows<'_>; 2],
     ) -> Result<(), Error> {
+        let mut call = self.call();
+        let rows = call.tokens(kv)?;
+        let stream = call.stream();
+        let own = store.as_any().downcast_ref::<CudaPages>();
+        let own = own.filter(|store| store.lies_on(&self.gpu.device) && store.has_layer(layer));
+        let own = own.filter(|store| store.layout() == *self.append.layout());
+        let store = own.ok_or(FOREIGN_CACHE)?;
+        let [k_len, v_len] = kv.map(|rows| rows.shape().into_iter().product());
+        // Another's store can lead to this one, and have more pages.
+        check_writes(&store.layout(), store.num_pages(), writes, k_len, v_len)?;
+        self.order(stream.raw())?;
         let layout = store.layout();
         let page_size = layout.page_size() as i64;
         let slot = |w: &TokenWrite| i64::from(w.page) * page_size + w.token as i64;
@@ -199,7 +127,7 @@ impl DeviceSteps {
             .map_err(failed("copying an append's places"))?;
         let has_window = layout.format().window() != Window::None;
         let args = SlotAppendArgs {
-            rows: *tokens,
+            rows,
             pool: store.pages(layer, store.num_pages()),
             tensor_scales: store.tensor_scale_addresses(layer),
             slots: base.offset(slots),
@@ -207,109 +135,134 @@ impl DeviceSteps {
             tokens: writes.len(),
             rotary: None,
         };
-        // SAFETY: this function's contract; the lists are copied ahead on the same stream.
+        // SAFETY: stream and rows are those of `CudaMemory`s, whose makers have promised them, and `tokens` has compared them with what kernels read; the places lie in
+        // the store's pool; the lists are copied ahead on the same stream.
         let launched = unsafe { self.gpu.append_slots_on(&self.append, stream, &args) };
         self.end(stream).and(launched)
     }
 
-    /// Attends: enqueues the step on `stream`. The problem gives heads, modifiers and query tokens; its lengths are taken from `sequences`, which may be
-    /// those of a layer ([`CacheLayer::sequences`](attn_core::CacheLayer::sequences)).
-    ///
-    /// # Safety
-    /// - `stream` is a live stream of the device's primary context.
-    /// - `rows` are as many as the problem says, in device memory of the documented type, aligned to 16 bytes, and stay so until the work has run;
-    ///   outputs overlap nothing that runs meanwhile; queries are finite and within [`Error::QueryRange`].
-    ///
-    /// # Errors
-    /// Those of [`CachedSequences::check_problem`] and [`CudaBackend::prepare`]; [`Error::WrongBackend`]; [`Error::Parameter`] while `stream` is
-    /// captured into a graph; [`Error::Device`].
-    pub unsafe fn attend(
+    fn attend(
         &mut self,
-        sequences: &CachedSequences<'_>,
-        problem: &Problem,
-        rows: &QueryRows,
-        stream: Stream,
+        attended: &Attended<'_>,
+        q: DeviceRows<'_>,
+        out: DeviceRows<'_>,
+        lse: Option<DeviceRows<'_>>,
     ) -> Result<(), Error> {
-        let (problem, longest) = self.checked(sequences, problem)?;
-        let _step = events::attend(BACKEND, &problem);
-        self.begin(stream)?;
-        let plan = self.plan(PlanKind::Known, sequences, &problem, planned_len(longest))?;
-        // SAFETY: this function's contract; pages and lengths are the cache's, which `DeviceTables` compares with the pool.
-        let launched = unsafe { self.launch(sequences, &problem, &plan, rows, None, stream) };
-        self.end(stream).and(launched)
-    }
-
-    /// Attends a shard of each of these sequences, whose problem says how many tokens follow ([`Problem::tokens_after`]): enqueues a launch that leaves
-    /// the states of its spans, which [`CudaBackend::merge_spans_on`] merges with those of other shards. Sinks belong to the merge.
-    ///
-    /// # Safety
-    /// Those of [`DeviceSteps::attend`], with `max_sums` and `o` as outputs of the documented sizes.
-    ///
-    /// # Errors
-    /// Those of [`DeviceSteps::attend`]; [`Error::Parameter`] for fewer spans than the longest sequence has; those of [`Problem::check_shards`].
-    pub unsafe fn attend_spans(
-        &mut self,
-        sequences: &CachedSequences<'_>,
-        problem: &Problem,
-        rows: &SpanRows,
-        stream: Stream,
-    ) -> Result<(), Error> {
-        let (mut problem, longest) = self.checked(sequences, problem)?;
-        problem.check_shards()?;
-        problem.sinks = None;
-        if rows.spans < num_spans(longest).max(1) {
-            return Err(Error::parameter(
-                "spans",
-                format_args!("{} for a sequence of {longest} tokens", rows.spans),
-                "one for each 1024 tokens of the longest sequence, and one at least",
-            ));
-        }
-        let _step = events::attend(BACKEND, &problem);
-        self.begin(stream)?;
-        let planned = rows.spans.saturating_mul(SPAN_TOKENS);
-        let plan = self.plan(PlanKind::Spans, sequences, &problem, planned)?;
-        let states = [rows.max_sums, rows.o];
-        let rows = QueryRows {
-            q: rows.q,
-            out: DeviceAddress::NULL,
-            dtype: rows.dtype,
-            lse: DeviceAddress::NULL,
+        check_shape(&q, attended.rows())?;
+        check_shape(&out, attended.rows())?;
+        let mut call = self.call();
+        let (q, dtype) = call.queries(&q)?;
+        let out = call.results(&out, dtype, "q")?;
+        let lse = match lse {
+            Some(lse) => {
+                check_shape(&lse, attended.lse_rows())?;
+                call.results(&lse, Dtype::F32, "log-sum-exps are")?
+            }
+            None => DeviceAddress::NULL,
         };
-        // SAFETY: as for `attend`; the plan leaves as many states as `rows` has spans.
-        let launched =
-            unsafe { self.launch(sequences, &problem, &plan, &rows, Some(states), stream) };
-        self.end(stream).and(launched)
+        let rows = LaunchRows {
+            q,
+            dtype,
+            out,
+            lse,
+            states: None,
+        };
+        self.check_cache(attended)?;
+        let _step = events::attend(BACKEND, attended.problem());
+        self.begin(call.stream())?;
+        let plan = self.plan(PlanKind::Known, attended, attended.problem().to_plan())?;
+        self.launch(attended, &plan, &rows, call.stream())
     }
 
-    /// The problem with the sequences' lengths, compared with the cache, and the longest one.
-    fn checked(
-        &self,
-        sequences: &CachedSequences<'_>,
-        problem: &Problem,
-    ) -> Result<(Problem, usize), Error> {
-        self.gpu.store_of(sequences.layer())?;
-        let mut problem = problem.clone();
-        problem.kv_lens.clone_from(&sequences.table().lens);
-        sequences.check_problem(&problem)?;
-        let longest = problem.kv_lens.iter().copied().max().unwrap_or(0);
-        Ok((problem, longest))
+    fn attend_spans(
+        &mut self,
+        attended: &Attended<'_>,
+        q: DeviceRows<'_>,
+        spans: usize,
+        states: [DeviceRows<'_>; 2],
+    ) -> Result<(), Error> {
+        let problem = attended.problem();
+        problem.check_shards()?;
+        problem.check_spans(spans)?;
+        check_shape(&q, attended.rows())?;
+        for (rows, needed) in states.iter().zip(attended.state_rows(spans)) {
+            check_shape(rows, needed)?;
+        }
+        let mut call = self.call();
+        let (q, dtype) = call.queries(&q)?;
+        let [max_sums, o] = states.map(|rows| call.results(&rows, Dtype::F32, "states are"));
+        let rows = LaunchRows {
+            q,
+            dtype,
+            out: DeviceAddress::NULL,
+            lse: DeviceAddress::NULL,
+            states: Some([max_sums?, o?]),
+        };
+        self.check_cache(attended)?;
+        let _step = events::attend(BACKEND, problem);
+        self.begin(call.stream())?;
+        let mut planned = problem.clone();
+        planned.kv_lens = vec![spans * SPAN_TOKENS; problem.batch()];
+        // Read on the device, or by the merge; others need no other plan.
+        planned.tokens_after.clear();
+        planned.sinks = None;
+        let plan = self.plan(PlanKind::Spans, attended, planned)?;
+        self.launch(attended, &plan, &rows, call.stream())
     }
 
-    /// The plan for the problem with sequences of up to `len` tokens.
+    fn wait(&self) -> Result<(), Error> {
+        self.gpu.device.bind()?;
+        let done = self.done.synchronize();
+        done.map_err(failed("waiting for steps"))
+    }
+}
+
+/// Refuses rows of another shape than the call's.
+fn check_shape(rows: &DeviceRows<'_>, needed: [usize; 3]) -> Result<(), Error> {
+    if rows.shape() == needed {
+        return Ok(());
+    }
+    Err(Error::Shape {
+        what: rows.what(),
+        given: rows.shape(),
+        needed,
+    })
+}
+
+/// Refuses a stream that is captured; it is a live one of the current context.
+fn check_runs(stream: Stream) -> Result<(), Error> {
+    // SAFETY: the stream is alive by the promise of `CudaMemory`'s maker.
+    let status = unsafe { result::stream::is_capturing(stream.raw()) };
+    if status.map_err(failed("asking a stream for its state"))?
+        == sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE
+    {
+        return Ok(());
+    }
+    Err(Error::parameter(
+        "stream",
+        format_args!("one that is captured into a graph"),
+        "a stream that runs: lengths and pages of a KvCache change on the host; capture decode_on and append_slots_on, which read them on the device",
+    ))
+}
+
+impl CudaSteps {
+    /// Refuses a cache of another backend, or of other pages than plans and appends were prepared for.
+    fn check_cache(&self, attended: &Attended<'_>) -> Result<(), Error> {
+        let store = self.gpu.store_of(attended.sequences().layer())?;
+        match store.layout() == *self.append.layout() {
+            true => Ok(()),
+            false => Err(FOREIGN_CACHE),
+        }
+    }
+
+    /// The plan for this problem.
     fn plan(
         &mut self,
         kind: PlanKind,
-        sequences: &CachedSequences<'_>,
-        problem: &Problem,
-        len: usize,
+        attended: &Attended<'_>,
+        planned: Problem,
     ) -> Result<NativePlan, Error> {
-        let config = sequences.cache().config();
-        let mut planned = problem.clone();
-        planned.kv_lens = vec![len; problem.batch()];
-        if kind == PlanKind::Spans {
-            // Read on the device; other numbers need no other plan.
-            planned.tokens_after.clear();
-        }
+        let config = attended.sequences().cache().config();
         let device = &self.gpu.device;
         self.plans.get_or_make((kind, planned), |(kind, planned)| {
             let layout = KvLayout::Pages(config.page_size);
@@ -319,19 +272,35 @@ impl DeviceSteps {
         })
     }
 
-    /// Copies the step's lists, and enqueues its launch; `states` are the maxima and sums and O of spans, for a plan that leaves them.
-    ///
-    /// # Safety
-    /// Those of [`DeviceSteps::attend`] or of [`DeviceSteps::attend_spans`]; `plan` is for the problem.
-    unsafe fn launch(
+    /// Enqueues the launch, and records its end.
+    fn launch(
         &mut self,
-        sequences: &CachedSequences<'_>,
-        problem: &Problem,
+        attended: &Attended<'_>,
         plan: &NativePlan,
-        rows: &QueryRows,
-        states: Option<[DeviceAddress; 2]>,
+        rows: &LaunchRows,
         stream: Stream,
     ) -> Result<(), Error> {
+        // SAFETY: stream and rows are those of `CudaMemory`s, whose makers have promised them; their shapes are the problem's, and `CallRows` has compared them with what
+        // kernels read. Pages and lengths are the cache's, which `DeviceTables` compares with the pool; `plan` is for sequences that are as long.
+        let launched = unsafe { self.enqueue(attended, plan, rows, stream) };
+        self.end(stream).and(launched)
+    }
+
+    /// Copies the call's lists, and enqueues its launch.
+    ///
+    /// # Safety
+    /// - `stream` is a live stream of the device's primary context, and waits for the calls before.
+    /// - `rows` are as many as the problem says, in device memory of their types, aligned to 16 bytes, and stay so until the work has run; outputs overlap nothing that
+    ///   runs meanwhile.
+    /// - `plan` is for the problem with sequences that are as long or longer, and leaves states where `rows` has room for them.
+    unsafe fn enqueue(
+        &mut self,
+        attended: &Attended<'_>,
+        plan: &NativePlan,
+        rows: &LaunchRows,
+        stream: Stream,
+    ) -> Result<(), Error> {
+        let (sequences, problem) = (attended.sequences(), attended.problem());
         let layer = sequences.layer();
         let store = self.gpu.store_of(layer)?;
         let config = sequences.cache().config();
@@ -351,7 +320,9 @@ impl DeviceSteps {
         let lens = ints("kv_len", &problem.kv_lens)?;
         let after = ints("tokens_after", &problem.tokens_after)?;
         let slopes = alibi_slopes_log2(problem.alibi_slopes.as_deref().unwrap_or(&[]));
-        let sinks = problem.sinks.as_deref().unwrap_or(&[]);
+        // Sinks of shards belong to the merge.
+        let sinks = problem.sinks.as_deref().filter(|_| rows.states.is_none());
+        let sinks = sinks.unwrap_or(&[]);
         let mut lists = Lists::default();
         let at = [
             bytes_of(&lens),
@@ -406,7 +377,7 @@ impl DeviceSteps {
             sinks: sinks_at.given(!sinks.is_empty()),
             workspace,
         };
-        let states = states.map(|[max_sums, o]| SpansArgs {
+        let states = rows.states.map(|[max_sums, o]| SpansArgs {
             tokens_after: after_at.given(!after.is_empty()),
             max_sums,
             o,
@@ -415,77 +386,32 @@ impl DeviceSteps {
         unsafe { launch_decode_as(device, plan, stream.raw(), &args, 0, states.as_ref()) }
     }
 
-    /// Waits for all steps: what the host then reads of the cache's pages is what they wrote.
-    ///
-    /// # Errors
-    /// [`Error::Device`] with a failure of the steps' own.
-    pub fn wait(&self) -> Result<(), Error> {
-        self.gpu.device.bind()?;
-        let waited = self.done.synchronize();
-        waited.map_err(failed("waiting for steps"))
-    }
-
-    /// Binds the context, and lets `stream` wait for the steps before.
+    /// Binds the context, and lets `stream` wait for the calls before.
     fn begin(&self, stream: Stream) -> Result<(), Error> {
         self.gpu.device.bind()?;
-        // SAFETY: the stream is alive by the contract of the functions that call this.
-        let status = unsafe { result::stream::is_capturing(stream.raw()) };
-        if status.map_err(failed("asking a stream for its state"))?
-            != sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE
-        {
-            return Err(Error::parameter(
-                "stream",
-                format_args!("one that is captured into a graph"),
-                "a stream that runs: a cache's lengths and pages change on the host; capture decode_on and append_slots_on (attn.torch.Plan), which read them on the device",
-            ));
-        }
+        check_runs(stream)?;
         self.order(stream.raw())
     }
 
-    /// Lets work that comes on `stream` wait for the steps so far.
+    /// Lets work that comes on `stream` wait for the calls so far.
     fn order(&self, stream: sys::CUstream) -> Result<(), Error> {
         let flags = sys::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT;
-        // SAFETY: the event is this value's; the stream is the device's own or the caller's, alive by contract.
+        // SAFETY: the event is this value's; the stream is the device's own or the caller's, alive by the promise of `CudaMemory`'s maker.
         unsafe { result::stream::wait_event(stream, self.done.cu_event(), flags) }
-            .map_err(failed("ordering steps"))
+            .map_err(failed("ordering calls"))
     }
 
-    /// Records that the step's work ends here.
+    /// Records that the call's work ends here.
     fn end(&self, stream: Stream) -> Result<(), Error> {
-        // SAFETY: the event is this value's; the stream is alive by the contract of the functions that call this.
+        // SAFETY: the event is this value's; the stream is alive by the promise of `CudaMemory`'s maker.
         unsafe { result::event::record(self.done.cu_event(), stream.raw()) }
-            .map_err(failed("recording the end of a step"))
+            .map_err(failed("recording the end of a call"))
     }
 }
 
-impl Drop for DeviceSteps {
+impl Drop for CudaSteps {
     fn drop(&mut self) {
         // An error is the device's, which the next call reports.
         let _ = self.wait();
-    }
-}
-
-/// The longest length that a plan is made for where the longest sequence has `len` tokens: at most an eighth more, so that a growing sequence
-/// needs few plans.
-fn planned_len(len: usize) -> usize {
-    let step = (len.max(1).next_power_of_two() / 16).max(64);
-    len.next_multiple_of(step)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_plan_serves_an_eighth_more_tokens_at_most() {
-        let [mut plans, mut last] = [0, usize::MAX];
-        for len in 0..=1 << 20 {
-            let planned = planned_len(len);
-            assert!(planned >= len && planned <= 1 << 20, "{len}");
-            assert!(planned - len < 64 || 8 * (planned - len) <= len, "{len}");
-            plans += usize::from(planned != last);
-            last = planned;
-        }
-        assert!(plans < 120, "{plans}");
     }
 }

@@ -8,6 +8,12 @@ use crate::images::ImageError;
 /// This backend's name in errors.
 pub(crate) const BACKEND: &str = "cuda";
 
+/// The refusal of another backend's cache.
+pub(crate) const FOREIGN_CACHE: Error = Error::WrongBackend {
+    backend: BACKEND,
+    what: "cache",
+};
+
 /// An error of the driver, the compiler or the checking launch.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]

@@ -15,6 +15,7 @@ mod gpu;
 mod handles;
 mod image_cache;
 mod images;
+mod memory;
 pub mod native;
 mod options;
 mod sizes;
@@ -30,11 +31,11 @@ pub mod internals;
 use attn_core::{DecodeAttention, Unsupported};
 
 pub use attn_kernels::cuda::{Arch, KernelConfig, LowLatency};
-pub use device_steps::{DeviceSteps, QueryRows, SpanRows};
 pub use error::CudaError;
 pub use gpu::CudaBackend;
 pub use image_cache::CacheError;
 pub use images::ImageError;
+pub use memory::CudaMemory;
 pub use options::Options;
 pub use store::CudaPages;
 

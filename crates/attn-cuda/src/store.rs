@@ -109,7 +109,7 @@ fn runs(
 }
 
 /// Refuses writes beyond the pool, a page, or K and V: kernels do not check addresses.
-fn check_writes(
+pub(crate) fn check_writes(
     layout: &PageLayout,
     num_pages: usize,
     writes: &[TokenWrite],

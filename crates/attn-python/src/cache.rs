@@ -1,16 +1,12 @@
 //! A paged, quantized cache for Python: rows come and go as DLPack capsules, of host memory or of the cache's GPU.
 
-#[cfg(feature = "cuda")]
-mod on_device;
 mod spans;
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-#[cfg(feature = "cuda")]
-use attn::backends::cuda::DeviceSteps;
 use attn::{
-    Append, CacheConfig, Device, Error, Heads, HostRows, HostSteps, KvCache, KvFormat, Problem,
-    SequenceImage, Window, convert, process,
+    Append, Attend, AttendRows, CacheConfig, Device, Error, Heads, KvFormat, SequenceImage,
+    Session, SpanRows, Window, process,
 };
 use pyo3::{
     prelude::*,
@@ -19,32 +15,12 @@ use pyo3::{
 
 use crate::{dlpack::Array, engine, errors, modifiers::Modifiers};
 
-use spans::States;
 pub use spans::merge_spans;
-
-/// A cache and what its steps keep. The steps are dropped first: they wait for what still reads the pool.
-struct Inner {
-    #[cfg(feature = "cuda")]
-    device_steps: Option<DeviceSteps>,
-    host_steps: HostSteps,
-    cache: KvCache,
-}
-
-impl Inner {
-    fn new(cache: KvCache) -> Self {
-        Inner {
-            #[cfg(feature = "cuda")]
-            device_steps: None,
-            host_steps: HostSteps::default(),
-            cache,
-        }
-    }
-}
 
 /// The cache behind `attn.Cache`, which documents it.
 #[pyclass(frozen, module = "attn._attn")]
 pub struct Cache {
-    inner: Mutex<Inner>,
+    session: Mutex<Session>,
     device: Arc<Device>,
     config: CacheConfig,
 }
@@ -60,11 +36,43 @@ pub struct StepOptions {
     modifiers: Modifiers,
 }
 
-/// What a step attends, checked but for its lengths.
-struct Attended {
-    problem: Problem,
+/// What attends, in the library's words but for the borrowed lists.
+struct Attending {
     sequences: Vec<usize>,
+    q_lens: Vec<usize>,
+    tokens_after: Vec<usize>,
     layer: usize,
+    q_heads: usize,
+    scores: attn::ScoreModifiers,
+}
+
+impl Attending {
+    /// With as many query heads as the queries have.
+    fn new(q: &Array<'_>, options: StepOptions) -> PyResult<Self> {
+        let [.., q_heads, _] = q.shape[..] else {
+            q.check_rank(3, "[query tokens, heads, dim]")?;
+            unreachable!("three dims have heads");
+        };
+        Ok(Attending {
+            sequences: options.sequences,
+            q_lens: options.q_lens,
+            tokens_after: options.tokens_after,
+            layer: options.layer,
+            q_heads,
+            scores: options.modifiers.into(),
+        })
+    }
+
+    fn at(&self) -> Attend<'_> {
+        Attend {
+            layer: self.layer,
+            q_heads: self.q_heads,
+            sequences: &self.sequences,
+            q_lens: Some(&self.q_lens),
+            tokens_after: &self.tokens_after,
+            scores: self.scores.clone(),
+        }
+    }
 }
 
 /// The description of a cache, attribute by attribute of Python's.
@@ -118,104 +126,18 @@ impl CacheOptions {
 impl Cache {
     /// Waits for the cache's other calls. A process that was forked from the cache's is refused before it waits, since a thread that it lacks may have
     /// held the lock.
-    fn lock(&self) -> Result<MutexGuard<'_, Inner>, Error> {
+    fn lock(&self) -> Result<MutexGuard<'_, Session>, Error> {
         process::check()?;
-        Ok(self.inner.lock().unwrap_or_else(PoisonError::into_inner))
+        Ok(self.session.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// Runs `work` on the cache without the interpreter's lock, behind all steps on the device.
-    fn on_host<T: Send>(
+    /// Runs `work` on the cache without the interpreter's lock.
+    fn with<T: Send>(
         &self,
         py: Python<'_>,
-        work: impl FnOnce(&mut Inner) -> Result<T, Error> + Send,
+        work: impl FnOnce(&mut Session) -> Result<T, Error> + Send,
     ) -> PyResult<T> {
-        py.detach(|| {
-            let mut inner = self.lock()?;
-            #[cfg(feature = "cuda")]
-            if let Some(steps) = &inner.device_steps {
-                steps.wait()?;
-            }
-            work(&mut inner)
-        })
-        .map_err(errors::of)
-    }
-
-    /// Refuses K or V of another shape than `[tokens, heads, dim]` or, on the host, `[sequences, tokens, heads, dim]`.
-    fn check_rows(&self, rows: &Array<'_>) -> PyResult<()> {
-        let CacheConfig {
-            num_kv_heads,
-            head_dim,
-            ..
-        } = self.config;
-        let shape = format!("[tokens, {num_kv_heads}, {head_dim}]");
-        if rows.cuda.is_some() || rows.shape.len() != 4 {
-            rows.check_rank(3, &shape)?;
-        }
-        if !rows.shape.ends_with(&[num_kv_heads, head_dim]) {
-            return Err(errors::shape(format!(
-                "{} has the shape {:?}; needed: {shape}",
-                rows.what, rows.shape
-            )));
-        }
-        Ok(())
-    }
-
-    /// The problem of a step, but for its lengths.
-    fn problem(&self, q: &Array<'_>, options: StepOptions) -> PyResult<Attended> {
-        let CacheConfig {
-            num_kv_heads,
-            head_dim,
-            ..
-        } = self.config;
-        let tokens = match *q.shape {
-            [sequences, tokens, _, _] if q.cuda.is_none() => sequences.saturating_mul(tokens),
-            _ => {
-                q.check_rank(3, &format!("[query tokens, heads, {head_dim}]"))?;
-                q.shape[0]
-            }
-        };
-        let [.., q_heads, dim] = q.shape[..] else {
-            unreachable!("the rank is three or four");
-        };
-        let heads = Heads {
-            q: q_heads,
-            kv: num_kv_heads,
-            dim,
-        };
-        let batch = options.sequences.len();
-        let problem = Problem::new(heads, vec![0; batch]).q_lens(options.q_lens);
-        let problem = options
-            .modifiers
-            .of(problem.tokens_after(options.tokens_after));
-        if problem.query_tokens() != tokens {
-            return Err(errors::shape(format!(
-                "q has {tokens} tokens, but q_lens add up to {}",
-                problem.query_tokens()
-            )));
-        }
-        Ok(Attended {
-            problem,
-            sequences: options.sequences,
-            layer: options.layer,
-        })
-    }
-
-    /// Refuses outputs of another shape than the queries'.
-    fn check_outputs(q: &Array<'_>, out: &Array<'_>, lse: Option<&Array<'_>>) -> PyResult<()> {
-        if out.shape != q.shape {
-            return Err(errors::shape(format!(
-                "out has the shape {:?}; needed: that of q, {:?}",
-                out.shape, q.shape
-            )));
-        }
-        let rows = &q.shape[..q.shape.len() - 1];
-        match lse {
-            Some(lse) if lse.shape != rows => Err(errors::shape(format!(
-                "lse has the shape {:?}; needed: {rows:?}",
-                lse.shape
-            ))),
-            _ => Ok(()),
-        }
+        py.detach(|| work(&mut *self.lock()?)).map_err(errors::of)
     }
 }
 
@@ -247,9 +169,9 @@ impl Cache {
             }
             None => py.detach(engine::best)?,
         };
-        let cache = py.detach(|| device.backend().create_cache(&config));
+        let session = py.detach(|| Session::new(device.clone(), &config));
         Ok(Cache {
-            inner: Mutex::new(Inner::new(cache.map_err(errors::of)?)),
+            session: Mutex::new(session.map_err(errors::of)?),
             device,
             config,
         })
@@ -271,36 +193,19 @@ impl Cache {
         tokens: Vec<usize>,
         stream: Option<u64>,
     ) -> PyResult<()> {
-        let (k, v) = (Array::new("k", k)?, Array::new("v", v)?);
-        for rows in [&k, &v] {
-            self.check_rows(rows)?;
-        }
+        let (k, v) = (
+            Array::to_read("k", k, stream)?,
+            Array::to_read("v", v, stream)?,
+        );
         let appends = appends(&sequences, &tokens)?;
-        if k.cuda.is_some() || v.cuda.is_some() {
-            return self.append_on_device(py, &k, &v, &appends, stream);
-        }
         let (k, v) = (k.rows()?, v.rows()?);
-        self.on_host(py, |inner| inner.cache.append_batch(&appends, k, v))
+        self.with(py, |session| session.append(&appends, k, v))
     }
 
     /// Begins a step of all layers: takes its pages, and counts its tokens.
     fn reserve(&self, py: Python<'_>, sequences: Vec<usize>, tokens: Vec<usize>) -> PyResult<()> {
         let appends = appends(&sequences, &tokens)?;
-        let reserve = || {
-            let mut inner = self.lock()?;
-            let Inner {
-                #[cfg(feature = "cuda")]
-                device_steps,
-                cache,
-                ..
-            } = &mut *inner;
-            #[cfg(feature = "cuda")]
-            if let Some(steps) = device_steps {
-                return steps.reserve(cache, &appends);
-            }
-            cache.reserve(&appends)
-        };
-        py.detach(reserve).map_err(errors::of)
+        self.with(py, |session| session.reserve(&appends))
     }
 
     /// Writes one layer of the open step.
@@ -313,26 +218,23 @@ impl Cache {
         v: &Bound<'_, PyCapsule>,
         stream: Option<u64>,
     ) -> PyResult<()> {
-        let (k, v) = (Array::new("k", k)?, Array::new("v", v)?);
-        for rows in [&k, &v] {
-            self.check_rows(rows)?;
-        }
-        if k.cuda.is_some() || v.cuda.is_some() {
-            return self.write_on_device(py, layer, [&k, &v], stream);
-        }
+        let (k, v) = (
+            Array::to_read("k", k, stream)?,
+            Array::to_read("v", v, stream)?,
+        );
         let (k, v) = (k.rows()?, v.rows()?);
-        self.on_host(py, |inner| inner.cache.write(layer, k, v))
+        self.with(py, |session| session.write(layer, k, v))
     }
 
     fn cancel_step(&self, py: Python<'_>) -> PyResult<()> {
-        self.on_host(py, |inner| inner.cache.cancel_step())
+        self.with(py, Session::cancel_step)
     }
 
     /// The sequences of the open step, and the tokens of each.
     fn open_step(&self, py: Python<'_>) -> PyResult<Option<Vec<(usize, usize)>>> {
-        self.on_table(py, |cache| {
+        self.with(py, |session| {
             let pair = |append: &Append| (append.sequence, append.tokens);
-            let step = cache.open_step();
+            let step = session.open_step();
             Ok(step.map(|appends| appends.iter().map(pair).collect()))
         })
     }
@@ -347,37 +249,27 @@ impl Cache {
         options: StepOptions,
         stream: Option<u64>,
     ) -> PyResult<()> {
-        let (q, mut out) = (Array::new("q", q)?, Array::new("out", out)?);
-        let mut lse = lse.map(|lse| Array::new("lse", lse)).transpose()?;
-        let attended = self.problem(&q, options)?;
-        Self::check_outputs(&q, &out, lse.as_ref())?;
-        if q.cuda.is_some() || out.cuda.is_some() {
-            return self.attend_on_device(py, [&q, &out], lse.as_ref(), &attended, stream);
-        }
+        let (q, mut out) = (
+            Array::to_read("q", q, stream)?,
+            Array::to_write("out", out, stream)?,
+        );
+        let lse = lse.map(|lse| Array::to_write_numbers("lse", lse, stream));
+        let mut lse = lse.transpose()?;
+        let attending = Attending::new(&q, options)?;
         // Outputs between the queries of one array: the queries are copied before the outputs' memory is borrowed.
         let copied = match q.shares_memory_with(&out)? {
             true => Some(q.rows()?.to_wide().map_err(errors::of)?),
             false => None,
         };
-        let q = match &copied {
-            Some(copied) => copied.into(),
-            None => q.rows()?,
-        };
-        let out = out.rows_mut()?;
-        let lse = match &mut lse {
-            Some(lse) => match lse.elements_mut()? {
-                attn::ElementsMut::F32(lse) => Some(lse),
-                _ => return Err(errors::shape("lse has 16-bit elements; needed: float32")),
+        let rows = AttendRows {
+            q: match &copied {
+                Some(copied) => copied.into(),
+                None => q.rows()?,
             },
-            None => None,
+            out: out.rows_mut()?,
+            lse: lse.as_mut().map(Array::rows_mut).transpose()?,
         };
-        self.on_host(py, |inner| {
-            let rows = HostRows { q, out, lse };
-            let backend = self.device.backend();
-            let layer = inner.cache.layer(attended.layer)?;
-            let steps = &mut inner.host_steps;
-            steps.attend_layer(backend, layer, &attended.sequences, &attended.problem, rows)
-        })
+        self.with(py, |session| session.attend(&attending.at(), rows))
     }
 
     /// Attends shards, and leaves the states of their spans in two arrays: maxima and sums, and O.
@@ -391,41 +283,46 @@ impl Cache {
         options: StepOptions,
         stream: Option<u64>,
     ) -> PyResult<()> {
-        let q = Array::new("q", q)?;
-        let attended = self.problem(&q, options)?;
-        let states = States::new(&attended.problem, [max_sums, o])?;
-        if q.cuda.is_some() || states.o.cuda.is_some() {
-            return self.attend_spans_on_device(py, &q, &states, &attended, stream);
-        }
-        self.attend_spans_on_host(py, &q, states, &attended)
+        let q = Array::to_read("q", q, stream)?;
+        let mut max_sums = Array::to_write("max_sums", max_sums, stream)?;
+        let mut o = Array::to_write("o", o, stream)?;
+        let attending = Attending::new(&q, options)?;
+        o.check_rank(4, "[spans, query tokens, heads, dim]")?;
+        let rows = SpanRows {
+            q: q.rows()?,
+            spans: o.shape[0],
+            max_sums: max_sums.rows_mut()?,
+            o: o.rows_mut()?,
+        };
+        self.with(py, |session| session.attend_spans(&attending.at(), rows))
     }
 
     fn fork(&self, py: Python<'_>, source: usize, target: usize) -> PyResult<()> {
-        self.on_table(py, |cache| cache.fork(source, target))
+        self.with(py, |session| session.fork(source, target))
     }
 
     fn truncate(&self, py: Python<'_>, sequence: usize, tokens: usize) -> PyResult<()> {
-        self.on_table(py, |cache| cache.truncate(sequence, tokens))
+        self.with(py, |session| session.truncate(sequence, tokens))
     }
 
     fn check_truncate(&self, py: Python<'_>, sequence: usize, tokens: usize) -> PyResult<()> {
-        self.on_table(py, |cache| cache.check_truncate(sequence, tokens))
+        self.with(py, |session| session.check_truncate(sequence, tokens))
     }
 
     fn free(&self, py: Python<'_>, sequence: usize) -> PyResult<()> {
-        self.on_table(py, |cache| cache.free_sequence(sequence))
+        self.with(py, |session| session.free(sequence))
     }
 
     fn drop_before(&self, py: Python<'_>, sequence: usize, token: usize) -> PyResult<()> {
-        self.on_table(py, |cache| cache.drop_before(sequence, token))
+        self.with(py, |session| session.drop_before(sequence, token))
     }
 
     fn add_sequences(&self, py: Python<'_>, count: usize) -> PyResult<()> {
-        self.on_table(py, |cache| cache.add_sequences(count))
+        self.with(py, |session| session.add_sequences(count))
     }
 
     fn add_pages(&self, py: Python<'_>, count: usize) -> PyResult<()> {
-        self.on_host(py, |inner| inner.cache.add_pages(count))
+        self.with(py, |session| session.add_pages(count))
     }
 
     fn pages_needed(
@@ -435,20 +332,20 @@ impl Cache {
         tokens: Vec<usize>,
     ) -> PyResult<usize> {
         let appends = appends(&sequences, &tokens)?;
-        self.on_table(py, |cache| cache.pages_needed(&appends))
+        self.with(py, |session| session.pages_needed(&appends))
     }
 
     fn lens(&self, py: Python<'_>) -> PyResult<Vec<usize>> {
-        self.on_table(py, |cache| Ok(cache.table().lens.clone()))
+        self.with(py, |session| Ok(session.table().lens.clone()))
     }
 
     /// The first token of each sequence that was not dropped.
     fn first_tokens(&self, py: Python<'_>) -> PyResult<Vec<usize>> {
-        self.on_table(py, |cache| Ok(cache.table().first_tokens.clone()))
+        self.with(py, |session| Ok(session.table().first_tokens.clone()))
     }
 
     fn free_pages(&self, py: Python<'_>) -> PyResult<usize> {
-        self.on_table(py, |cache| Ok(cache.free_pages()))
+        self.with(py, |session| Ok(session.free_pages()))
     }
 
     /// Pages that one sequence of so many tokens takes, those of its residuals included.
@@ -457,7 +354,7 @@ impl Cache {
     }
 
     fn num_pages(&self, py: Python<'_>) -> PyResult<usize> {
-        self.on_table(py, |cache| Ok(cache.config().num_pages))
+        self.with(py, |session| Ok(session.config().num_pages))
     }
 
     /// Whether the newest tokens have residuals, which older ones have given up.
@@ -474,30 +371,29 @@ impl Cache {
 
     /// A sequence as one block of bytes.
     fn save<'py>(&self, py: Python<'py>, sequence: usize) -> PyResult<Bound<'py, PyBytes>> {
-        let image = self.on_host(py, |inner| inner.cache.image(sequence))?;
+        let image = self.with(py, |session| session.image(sequence))?;
         Ok(PyBytes::new(py, image.as_bytes()))
     }
 
     /// Fills an empty sequence from the bytes that `save` gave.
     fn restore(&self, py: Python<'_>, sequence: usize, image: &Bound<'_, PyBytes>) -> PyResult<()> {
         let bytes = image.as_bytes();
-        self.on_host(py, |inner| {
-            let image = SequenceImage::from_bytes(bytes)?;
-            inner.cache.restore(sequence, &image)
+        self.with(py, |session| {
+            session.restore(sequence, &SequenceImage::from_bytes(bytes)?)
         })
     }
 
     /// A cache of its own with the same sequences.
     fn copy(&self, py: Python<'_>) -> PyResult<Self> {
-        self.on_host(py, |inner| {
-            let config = inner.cache.config().clone();
-            let mut cache = self.device.backend().create_cache(&config)?;
-            cache.copy_from(&inner.cache)?;
-            Ok(Cache {
-                inner: Mutex::new(Inner::new(cache)),
-                device: self.device.clone(),
-                config,
-            })
+        let (session, config) = self.with(py, |session| {
+            let copy = session.copy()?;
+            let config = copy.config().clone();
+            Ok((copy, config))
+        })?;
+        Ok(Cache {
+            session: Mutex::new(session),
+            device: self.device.clone(),
+            config,
         })
     }
 
@@ -511,15 +407,8 @@ impl Cache {
         v: &Bound<'_, PyCapsule>,
     ) -> PyResult<()> {
         let (mut k, mut v) = (Array::new("k", k)?, Array::new("v", v)?);
-        let [from_k, from_v] = self.on_host(py, |inner| {
-            let layer = inner.cache.layer(layer)?;
-            let pages = layer.read_back(sequence)?;
-            let tokens = inner.cache.table().lens[sequence];
-            let [k_scales, v_scales] = layer.tensor_scales();
-            convert::dequantize(inner.cache.layout(), &pages, tokens, k_scales, v_scales)
-        })?;
+        let [from_k, from_v] = self.with(py, |session| session.export(sequence, layer))?;
         for (rows, values) in [(&mut k, from_k), (&mut v, from_v)] {
-            self.check_rows(rows)?;
             let what = rows.what;
             let mut elements = rows.elements_mut()?;
             if elements.len() != values.len() {
@@ -533,70 +422,4 @@ impl Cache {
         }
         Ok(())
     }
-}
-
-impl Cache {
-    /// Runs `work`, which reads and changes the table alone.
-    fn on_table<T: Send>(
-        &self,
-        py: Python<'_>,
-        work: impl FnOnce(&mut KvCache) -> Result<T, Error> + Send,
-    ) -> PyResult<T> {
-        py.detach(|| work(&mut self.lock()?.cache))
-            .map_err(errors::of)
-    }
-}
-
-#[cfg(not(feature = "cuda"))]
-impl Cache {
-    fn append_on_device(
-        &self,
-        _: Python<'_>,
-        k: &Array<'_>,
-        _: &Array<'_>,
-        _: &[Append],
-        _: Option<u64>,
-    ) -> PyResult<()> {
-        Err(no_cuda(k))
-    }
-
-    fn write_on_device(
-        &self,
-        _: Python<'_>,
-        _: usize,
-        [k, _]: [&Array<'_>; 2],
-        _: Option<u64>,
-    ) -> PyResult<()> {
-        Err(no_cuda(k))
-    }
-
-    fn attend_on_device(
-        &self,
-        _: Python<'_>,
-        [q, _]: [&Array<'_>; 2],
-        _: Option<&Array<'_>>,
-        _: &Attended,
-        _: Option<u64>,
-    ) -> PyResult<()> {
-        Err(no_cuda(q))
-    }
-
-    fn attend_spans_on_device(
-        &self,
-        _: Python<'_>,
-        q: &Array<'_>,
-        _: &States<'_>,
-        _: &Attended,
-        _: Option<u64>,
-    ) -> PyResult<()> {
-        Err(no_cuda(q))
-    }
-}
-
-#[cfg(not(feature = "cuda"))]
-fn no_cuda(array: &Array<'_>) -> PyErr {
-    errors::shape(format!(
-        "{} lies on a CUDA device, and this build of the package leaves CUDA out, which `pip install ./crates/attn-python` has; copy it to the CPU",
-        array.what
-    ))
 }

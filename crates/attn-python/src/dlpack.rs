@@ -7,6 +7,11 @@ use std::{
     fmt,
 };
 
+#[cfg(feature = "cuda")]
+use attn::backends::cuda::{
+    CudaMemory,
+    native::{DeviceAddress, Stream},
+};
 use attn::{ElementsMut, Rows, RowsMut};
 use half::{bf16, f16};
 use pyo3::{prelude::*, types::PyCapsule};
@@ -120,6 +125,9 @@ pub struct Array<'py> {
     /// The CUDA device that has it; none for host memory.
     pub cuda: Option<i32>,
     address: usize,
+    /// The memory of rows on a GPU, in the order of a stream: that of arrays which calls of a cache take.
+    #[cfg(feature = "cuda")]
+    memory: Option<CudaMemory>,
     _capsule: Bound<'py, PyCapsule>,
 }
 
@@ -172,8 +180,81 @@ impl<'py> Array<'py> {
             cuda,
             address: (tensor.data as usize).wrapping_add(offset),
             shape,
+            #[cfg(feature = "cuda")]
+            memory: None,
             _capsule: capsule.clone(),
         })
+    }
+
+    /// An array that a call of a cache reads; on a GPU behind what the stream has to do, the default one for none.
+    ///
+    /// # Errors
+    /// Those of [`Array::new`] and [`Array::rows`].
+    pub fn to_read(
+        what: &'static str,
+        capsule: &Bound<'py, PyCapsule>,
+        stream: Option<u64>,
+    ) -> PyResult<Self> {
+        Self::new(what, capsule)?.on_stream(stream, false)
+    }
+
+    /// An array that a call of a cache writes.
+    ///
+    /// # Errors
+    /// Those of [`Array::to_read`].
+    pub fn to_write(
+        what: &'static str,
+        capsule: &Bound<'py, PyCapsule>,
+        stream: Option<u64>,
+    ) -> PyResult<Self> {
+        Self::new(what, capsule)?.on_stream(stream, true)
+    }
+
+    #[cfg(not(feature = "cuda"))]
+    fn on_stream(self, _: Option<u64>, _: bool) -> PyResult<Self> {
+        Ok(self)
+    }
+
+    #[cfg(feature = "cuda")]
+    fn on_stream(mut self, stream: Option<u64>, write: bool) -> PyResult<Self> {
+        let Some(device) = self.cuda else {
+            return Ok(self);
+        };
+        let dtype = match self.dtype {
+            Dtype::F32 => attn::Dtype::F32,
+            Dtype::F16 => attn::Dtype::F16,
+            Dtype::Bf16 => attn::Dtype::Bf16,
+            _ => return Err(self.wrong_type()),
+        };
+        let device = usize::try_from(device).unwrap_or(usize::MAX);
+        let at = DeviceAddress::new(self.address());
+        let elements = self.place()?.elements;
+        let stream = stream_of(stream.unwrap_or(0));
+        // SAFETY: the exporter keeps the array's elements while the capsule lives, and the caller's library keeps their memory until the work that is enqueued on its current
+        // stream has run; what lies between them is of one allocation with them. The stream is that library's current one, of the device's primary context, or 0, which is
+        // the default stream. An array to write is one that the package has just made, or that the caller gave it to be written.
+        self.memory = Some(unsafe {
+            match write {
+                true => CudaMemory::to_write(device, at, elements, dtype, stream),
+                false => CudaMemory::to_read(device, at, elements, dtype, stream),
+            }
+        });
+        Ok(self)
+    }
+
+    /// An array of numbers that a call of a cache writes as rows of one number each: its last dim is that of heads.
+    ///
+    /// # Errors
+    /// Those of [`Array::to_read`].
+    pub fn to_write_numbers(
+        what: &'static str,
+        capsule: &Bound<'py, PyCapsule>,
+        stream: Option<u64>,
+    ) -> PyResult<Self> {
+        let mut array = Self::new(what, capsule)?;
+        array.shape.push(1);
+        array.strides.push(1);
+        array.on_stream(stream, true)
     }
 
     /// Number of elements.
@@ -209,13 +290,17 @@ impl<'py> Array<'py> {
                 .all(|((n, stride), own)| *n == 1 || stride == own)
     }
 
+    fn not_on_host(&self, device: i32) -> PyErr {
+        errors::shape(format!(
+            "{} lies on CUDA device {device}, and the cache's steps run on host memory; copy it to the CPU, or make the cache with device=\"cuda\"",
+            self.what
+        ))
+    }
+
     /// Refuses an array on another device, and one that is not aligned.
     fn check_host(&self) -> PyResult<()> {
         if let Some(device) = self.cuda {
-            return Err(errors::shape(format!(
-                "{} lies on CUDA device {device}, and the cache's steps run on host memory; copy it to the CPU, or make the cache with device=\"cuda\"",
-                self.what
-            )));
+            return Err(self.not_on_host(device));
         }
         let size = self.dtype.bytes();
         if self.len() > 0 && !self.address.is_multiple_of(size) {
@@ -239,12 +324,11 @@ impl<'py> Array<'py> {
         Ok(())
     }
 
-    /// The host array's rows `[tokens, heads, dim]` or `[sequences, tokens, heads, dim]`.
+    /// Where rows `[tokens, heads, dim]` or `[sequences, tokens, heads, dim]` lie.
     ///
     /// # Errors
-    /// `ShapeError` for an array on another device, of another rank or type, whose dims run backwards, or whose last dim is not contiguous.
+    /// `ShapeError` for an array of another rank, whose dims run backwards, or whose last dim is not contiguous.
     fn place(&self) -> PyResult<Place> {
-        self.check_host()?;
         let shape: [usize; 4] = match *self.shape {
             [tokens, heads, dim] => [1, tokens, heads, dim],
             [sequences, tokens, heads, dim] => [sequences, tokens, heads, dim],
@@ -293,16 +377,21 @@ impl<'py> Array<'py> {
         ))
     }
 
-    /// The host array's rows.
+    /// The array's rows `[tokens, heads, dim]`, or of sequences `[sequences, tokens, heads, dim]`.
     ///
     /// # Errors
-    /// Those of [`Array::place`].
+    /// Those of [`Array::place`]; `ShapeError` for another type, and for an array on a device that [`Array::to_read`] has not made.
     pub fn rows(&self) -> PyResult<Rows<'_>> {
         let Place {
             shape,
             strides,
             elements,
         } = self.place()?;
+        #[cfg(feature = "cuda")]
+        if let Some(memory) = &self.memory {
+            return Rows::on_device(memory, shape, strides).map_err(errors::of);
+        }
+        self.check_host()?;
         let rows = match self.dtype {
             Dtype::F32 => Rows::strided_batch(self.slice::<f32>(elements), shape, strides),
             Dtype::F16 => Rows::strided_batch(self.slice::<f16>(elements), shape, strides),
@@ -312,16 +401,24 @@ impl<'py> Array<'py> {
         rows.map_err(errors::of)
     }
 
-    /// The host array's rows, to be written.
+    /// The array's rows, to be written.
     ///
     /// # Errors
-    /// Those of [`Array::place`]; `ParameterError` for rows that overlap.
+    /// Those of [`Array::rows`]; `ParameterError` for rows that overlap.
     pub fn rows_mut(&mut self) -> PyResult<RowsMut<'_>> {
         let Place {
             shape,
             strides,
             elements,
         } = self.place()?;
+        #[cfg(feature = "cuda")]
+        if let Some(device) = self.cuda {
+            return match &self.memory {
+                Some(memory) => RowsMut::on_device(memory, shape, strides).map_err(errors::of),
+                None => Err(self.not_on_host(device)),
+            };
+        }
+        self.check_host()?;
         let rows = match self.dtype {
             Dtype::F32 => RowsMut::strided_batch(self.slice_mut::<f32>(elements), shape, strides),
             Dtype::F16 => RowsMut::strided_batch(self.slice_mut::<f16>(elements), shape, strides),
@@ -336,6 +433,9 @@ impl<'py> Array<'py> {
     /// # Errors
     /// Those of [`Array::place`].
     pub fn shares_memory_with(&self, other: &Array<'_>) -> PyResult<bool> {
+        if self.cuda.is_some() || other.cuda.is_some() {
+            return Ok(false);
+        }
         let span = |array: &Array<'_>| {
             let bytes = array.place()?.elements * array.dtype.bytes();
             Ok::<_, PyErr>((array.address, array.address.saturating_add(bytes)))
@@ -403,4 +503,10 @@ fn row_major(shape: &[usize]) -> Vec<i64> {
         strides[i - 1] = strides[i].saturating_mul(shape[i].max(1) as i64);
     }
     strides
+}
+
+/// The stream of a number, as libraries of Python give it.
+#[cfg(feature = "cuda")]
+pub fn stream_of(stream: u64) -> Stream {
+    Stream::from_raw(stream as usize as *mut c_void)
 }

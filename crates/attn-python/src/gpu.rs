@@ -1,12 +1,12 @@
 //! Arrays on a GPU: compared with what a launch needs, before it gets their addresses.
 
-use std::{ffi::c_void, sync::Arc};
+use std::sync::Arc;
 
 use attn::{
     BackendId, Device,
     backends::cuda::{
         CudaBackend,
-        native::{DeviceAddress, Dtype as CudaDtype, Stream},
+        native::{DeviceAddress, Dtype as CudaDtype},
     },
 };
 use pyo3::{prelude::*, types::PyCapsule};
@@ -15,6 +15,8 @@ use crate::{
     dlpack::{Array, Dtype},
     engine, errors,
 };
+
+pub use crate::dlpack::stream_of;
 
 /// A GPU that launches run on.
 pub struct Gpu {
@@ -122,9 +124,4 @@ pub fn elements(array: &Array<'_>, allowed: &[Dtype], first: usize) -> PyResult<
         address: DeviceAddress::new(array.address()),
         bytes,
     })
-}
-
-/// The stream of a number, as libraries of Python give it.
-pub fn stream_of(stream: u64) -> Stream {
-    Stream::from_raw(stream as usize as *mut c_void)
 }

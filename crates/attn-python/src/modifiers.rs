@@ -1,9 +1,9 @@
 //! What changes scores, attribute by attribute of Python's `attn._options.Modifiers`.
 
-use attn::{Arithmetic, Problem};
+use attn::{Arithmetic, ScoreModifiers};
 use pyo3::prelude::*;
 
-/// The modifiers of a problem.
+/// The modifiers of a call or a plan.
 #[derive(FromPyObject)]
 pub struct Modifiers {
     scale: Option<f32>,
@@ -15,20 +15,19 @@ pub struct Modifiers {
     fast: bool,
 }
 
-impl Modifiers {
-    /// The problem with these modifiers.
-    pub fn of(self, problem: Problem) -> Problem {
-        let mut problem = problem.causal(self.causal);
-        if let Some(scale) = self.scale {
-            problem = problem.softmax_scale(scale);
+impl From<Modifiers> for ScoreModifiers {
+    fn from(given: Modifiers) -> Self {
+        ScoreModifiers {
+            softmax_scale: given.scale,
+            causal: given.causal,
+            softcap: given.softcap,
+            window_left: given.window_left,
+            alibi_slopes: given.alibi_slopes,
+            sinks: given.sinks,
+            arithmetic: match given.fast {
+                true => Arithmetic::Fast,
+                false => Arithmetic::Exact,
+            },
         }
-        problem.softcap = self.softcap;
-        problem.window_left = self.window_left;
-        problem.alibi_slopes = self.alibi_slopes;
-        problem.sinks = self.sinks;
-        if self.fast {
-            problem.arithmetic = Arithmetic::Fast;
-        }
-        problem
     }
 }

@@ -63,7 +63,7 @@ impl Plan {
         };
         let lens = vec![options.max_kv_len; options.q_lens.len()];
         let problem = Problem::new(heads, lens).q_lens(options.q_lens);
-        let problem = options.modifiers.of(problem);
+        let problem = problem.scores(&options.modifiers.into());
         let config = CacheConfig::builder(format, heads)
             .page_size(options.page_size)
             .build();

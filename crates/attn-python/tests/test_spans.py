@@ -79,7 +79,7 @@ def test_what_is_no_shard_is_refused(rng):
         (attn.ParameterError, lambda: cache.attend_spans(q, sequences=1, tokens_after=[-3])),
         (attn.ParameterError, lambda: cache.attend_spans(q, sequences=0, tokens_after=[1 << 21])),
         (attn.ShapeError, lambda: cache.attend_spans(q, sequences=1, tokens_after=[0, 0])),
-        (attn.ShapeError, lambda: cache.attend_spans(q, sequences=1, spans=1)),
+        (attn.ParameterError, lambda: cache.attend_spans(q, sequences=1, spans=1)),
         (attn.ParameterError, lambda: cache.attend_spans(q, sequences=1, spans=0)),
         (attn.SequenceError, lambda: cache.attend_spans(q, sequences=2)),
         (attn.NumberError, lambda: cache.attend_spans(q * numpy.nan, sequences=1)),

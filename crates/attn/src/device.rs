@@ -5,7 +5,10 @@ use std::{env, ffi::OsString, fmt, str::FromStr};
 #[cfg(feature = "cuda-unversioned")]
 use attn_cuda::{CudaBackend, Options};
 
-use crate::{BackendId, DecodeAttention, Error, Unsupported, events};
+use crate::{
+    BackendId, CacheConfig, DecodeAttention, DecodeStep, DeviceInfo, DeviceSteps, Error, KvCache,
+    KvFormat, Plan, Problem, SpanStates, SpansStep, Unsupported, events,
+};
 
 const NAMES: &str = "cpu, wgpu, cuda, cuda:1 and so on; none for the best one here";
 
@@ -175,6 +178,47 @@ impl Device {
                 what,
             }),
         }
+    }
+}
+
+/// A device is its backend.
+impl DecodeAttention for Device {
+    fn device(&self) -> &DeviceInfo {
+        self.backend().device()
+    }
+
+    fn is_software(&self) -> bool {
+        self.backend().is_software()
+    }
+
+    fn supports(&self, problem: &Problem, format: KvFormat) -> Result<(), Unsupported> {
+        self.backend().supports(problem, format)
+    }
+
+    fn create_cache(&self, config: &CacheConfig) -> Result<KvCache, Error> {
+        self.backend().create_cache(config)
+    }
+
+    fn plan(&self, problem: &Problem, format: KvFormat) -> Result<Plan, Error> {
+        self.backend().plan(problem, format)
+    }
+
+    fn execute(&self, step: &mut DecodeStep<'_>) -> Result<(), Error> {
+        self.backend().execute(step)
+    }
+
+    fn attend_spans(&self, step: &SpansStep<'_>) -> Result<SpanStates, Error> {
+        self.backend().attend_spans(step)
+    }
+
+    fn device_steps(&self, cache: &KvCache) -> Result<Box<dyn DeviceSteps>, Error> {
+        self.backend().device_steps(cache)
+    }
+}
+
+impl From<Device> for std::sync::Arc<dyn DecodeAttention> {
+    fn from(device: Device) -> Self {
+        std::sync::Arc::new(device)
     }
 }
 

@@ -21,7 +21,7 @@
 use std::fmt;
 
 mod device;
-mod host_steps;
+mod session;
 
 /// The README's example compiles.
 #[cfg(doctest)]
@@ -29,18 +29,19 @@ mod host_steps;
 struct Readme;
 
 pub use attn_core::{
-    Append, Arithmetic, AttnState, BackendId, CacheAccess, CacheBuilder, CacheConfig, CacheLayer,
-    CachedSequences, DecodeAttention, DecodeStep, DeviceInfo, ElementIndex, Elements, ElementsMut,
-    Error, ErrorKind, Given, Heads, HostPages, HostStore, Int8Scale, KvCache, KvFormat, KvMemory,
+    Append, Arithmetic, Attend, Attended, AttnState, BackendId, CacheAccess, CacheBuilder,
+    CacheConfig, CacheLayer, CachedSequences, DecodeAttention, DecodeStep, DeviceInfo,
+    DeviceMemory, DeviceRows, DeviceSteps, Dtype, ElementIndex, Elements, ElementsMut, Error,
+    ErrorKind, Given, Heads, HostPages, HostStore, Int8Scale, KvCache, KvFormat, KvMemory,
     KvSource, KvView, PackedRows, PageLayout, PageStore, PageTable, Plan, Problem, Recent, Rotary,
-    RotaryScaling, RotaryStyle, RotaryTable, RowPlaces, Rows, RowsMut, Scheme, SequenceImage,
-    SpanStates, SpansStep, StepInputs, StepOutputs, StridedRows, TokenWrite, TruncateLimit,
-    Unsupported, WideRows, WideRowsMut, Window, arithmetic, cache, convert, events, format,
-    formats, layout, problem, process, quant, rotary,
+    RotaryScaling, RotaryStyle, RotaryTable, RowPlaces, Rows, RowsMut, Scheme, ScoreModifiers,
+    SequenceImage, SpanStates, SpansStep, StepInputs, StepOutputs, StridedRows, TokenWrite,
+    TruncateLimit, Unsupported, WideRows, WideRowsMut, Window, arithmetic, cache, convert, events,
+    format, formats, layout, problem, process, quant, rotary,
 };
 
 pub use device::{Device, DeviceName};
-pub use host_steps::{HostRows, HostSteps};
+pub use session::{AttendRows, Session, SpanRows};
 
 /// The backends, each under the feature of its name.
 pub mod backends {

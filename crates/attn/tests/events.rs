@@ -1,6 +1,8 @@
 //! Which backend is used, and why others are not, as a subscriber is told.
 
-use attn::{BackendId, Device, DeviceName, Heads, HostRows, HostSteps, KvFormat, Problem, events};
+use attn::{
+    Append, Attend, AttendRows, BackendId, Device, DeviceName, Heads, KvFormat, Session, events,
+};
 use attn_conformance::events::told;
 use tracing::Level;
 
@@ -63,20 +65,18 @@ fn plans_that_serve_again_are_not_told() {
     let config = attn::CacheConfig::builder(KvFormat::INT8, heads)
         .max_len(256)
         .build();
-    let mut cache = backend.create_cache(&config).unwrap();
-    let mut steps = HostSteps::default();
-    let problem = Problem::new(heads, [0]);
+    let mut session = Session::new(backend.into(), &config).unwrap();
     let (q, mut out) = ([1.0; 64], [0.0; 64]);
+    let one = Append {
+        sequence: 0,
+        tokens: 1,
+    };
     let mut plans = Vec::new();
     for _ in 0..130 {
-        cache.append(0, &q, &q).unwrap();
-        let rows = HostRows {
-            q: (&q).into(),
-            out: (&mut out).into(),
-            lse: None,
-        };
+        session.append(&[one], &q, &q).unwrap();
+        let rows = AttendRows::new(&q, &mut out);
         let (said, attended) = told(Level::DEBUG, || {
-            steps.attend(&*backend, &cache, &[0], &problem, rows)
+            session.attend(&Attend::new(heads.q, &[0]), rows)
         });
         attended.unwrap();
         plans.extend(said.into_iter().map(|t| {
@@ -85,5 +85,5 @@ fn plans_that_serve_again_are_not_told() {
         }));
     }
     // At the first step, and where the sequence outgrows the plan.
-    assert_eq!(plans, ["64", "128", "256"]);
+    assert_eq!(plans, ["64", "128", "192"]);
 }

@@ -4,11 +4,11 @@
 #[path = "forked/child.rs"]
 mod child;
 
-use std::cell::RefCell;
+use std::{cell::RefCell, sync::Arc};
 
 use attn::{
-    BackendId, CacheConfig, DecodeStep, Error, Heads, HostRows, HostSteps, KvFormat, KvSource,
-    Problem, SequenceImage, SpansStep, Unsupported,
+    Append, Attend, AttendRows, BackendId, CacheConfig, DecodeAttention, DecodeStep, Error, Heads,
+    KvFormat, KvSource, Problem, SequenceImage, Session, SpansStep, Unsupported,
 };
 
 /// Enough rows that an append and a step take several threads.
@@ -24,17 +24,9 @@ fn is_told<T>(result: Result<T, Error>) -> bool {
     matches!(result, Err(Error::Unsupported(Unsupported::Forked)))
 }
 
-fn host_rows<'a>(q: &'a [f32], out: &'a mut [f32]) -> HostRows<'a> {
-    HostRows {
-        q: q.into(),
-        out: out.into(),
-        lse: None,
-    }
-}
-
 #[test]
 fn a_forked_process_is_refused_by_every_call_that_needs_threads() {
-    let backend = attn::open(BackendId::Cpu).unwrap();
+    let backend: Arc<dyn DecodeAttention> = attn::open(BackendId::Cpu).unwrap().into();
     let config = CacheConfig::builder(KvFormat::INT8, HEADS)
         .sequences(2)
         .max_len(4096)
@@ -46,14 +38,21 @@ fn a_forked_process_is_refused_by_every_call_that_needs_threads() {
     let problem = Problem::new(HEADS, [TOKENS]).q_len(TOKENS);
     let plan = backend.plan(&problem, KvFormat::INT8).unwrap();
     let image = cache.image(0).unwrap().into_bytes();
+    let mut session = Session::new(backend.clone(), &config).unwrap();
+    let all = [Append {
+        sequence: 0,
+        tokens: TOKENS,
+    }];
+    session.append(&all, &rows, &rows).unwrap();
+    let at = Attend {
+        q_lens: Some(&[TOKENS]),
+        ..Attend::new(HEADS.q, &[0])
+    };
     let mut out = vec![0.0; q.len()];
-    let mut steps = HostSteps::default();
-    let rows_of_step = host_rows(&q, &mut out);
-    steps
-        .attend(&*backend, &cache, &[0], &problem, rows_of_step)
-        .unwrap();
+    session.attend(&at, AttendRows::new(&q, &mut out)).unwrap();
     // The parent's values, which each claim borrows in the child.
-    let (cache, steps, out) = (RefCell::new(cache), RefCell::new(steps), RefCell::new(out));
+    let (cache, session) = (RefCell::new(cache), RefCell::new(session));
+    let out = RefCell::new(out);
 
     child::assert_in_child(&[
         ("a long append is refused", &|| {
@@ -64,10 +63,11 @@ fn a_forked_process_is_refused_by_every_call_that_needs_threads() {
             is_told(cache.borrow_mut().append(0, row, row))
         }),
         ("a step with a kept plan is refused", &|| {
-            let (cache, mut steps) = (cache.borrow(), steps.borrow_mut());
-            let mut out = out.borrow_mut();
-            let rows = host_rows(&q, &mut out);
-            is_told(steps.attend(&*backend, &cache, &[0], &problem, rows))
+            let (mut session, mut out) = (session.borrow_mut(), out.borrow_mut());
+            is_told(session.attend(&at, AttendRows::new(&q, &mut **out)))
+        }),
+        ("what a session waits for is not waited for", &|| {
+            is_told(session.borrow().wait())
         }),
         ("a step of the parent's plan is refused", &|| {
             let (cache, mut out) = (cache.borrow(), out.borrow_mut());

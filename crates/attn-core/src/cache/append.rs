@@ -21,6 +21,15 @@ pub struct Append {
     pub tokens: usize,
 }
 
+impl Append {
+    /// The tokens of all appends, saturating.
+    #[must_use]
+    pub fn total(appends: &[Append]) -> usize {
+        let tokens = appends.iter().map(|append| append.tokens);
+        tokens.fold(0, usize::saturating_add)
+    }
+}
+
 /// What the appends of one call take.
 #[derive(Default)]
 struct Room {
@@ -32,7 +41,7 @@ struct Room {
 }
 
 /// Appends that the cache has room for, to sequences that exist, are named once and stay within the limit.
-pub(super) struct Admitted<'a> {
+pub(crate) struct Admitted<'a> {
     pub appends: &'a [Append],
     /// All tokens.
     pub tokens: usize,
@@ -85,10 +94,7 @@ impl KvCache {
         k: impl Into<Rows<'a>>,
         v: impl Into<Rows<'a>>,
     ) -> Result<(), Error> {
-        let tokens = appends
-            .iter()
-            .fold(0usize, |n, a| n.saturating_add(a.tokens));
-        let rows = self.shaped_rows(tokens, k.into(), v.into())?;
+        let rows = self.shaped_rows(Append::total(appends), k.into(), v.into())?;
         let admitted = self.admit_append(appends)?;
         let [k, v] = self.checked_values(rows)?;
         self.append_admitted(admitted, |store, writes| {
@@ -104,7 +110,7 @@ impl KvCache {
         v: Rows<'a>,
     ) -> Result<ShapedRows<'a>, Error> {
         let needed = [tokens, self.config.num_kv_heads, self.config.head_dim];
-        let (in_k, in_v) = (k.check("k", needed)?, v.check("v", needed)?);
+        let (in_k, in_v) = (k.check_host("k", needed)?, v.check_host("v", needed)?);
         Ok([(k, in_k), (v, in_v)])
     }
 
@@ -146,7 +152,7 @@ impl KvCache {
     }
 
     /// Refuses an append to a cache of several layers, and what [`KvCache::admit`] refuses.
-    fn admit_append<'a>(&self, appends: &'a [Append]) -> Result<Admitted<'a>, Error> {
+    pub(crate) fn admit_append<'a>(&self, appends: &'a [Append]) -> Result<Admitted<'a>, Error> {
         if self.config.layers != 1 {
             return Err(Error::SeveralLayers {
                 what: "an append",
@@ -158,7 +164,7 @@ impl KvCache {
     }
 
     /// Reserves pages and writes, or changes nothing; a device that fails twice leaves the step open.
-    fn append_admitted(
+    pub(crate) fn append_admitted(
         &mut self,
         admitted: Admitted<'_>,
         write: impl FnOnce(&mut dyn PageStore, &[TokenWrite]) -> Result<(), Error>,

@@ -126,7 +126,7 @@ impl KvCache {
         k: impl Into<Rows<'a>>,
         v: impl Into<Rows<'a>>,
     ) -> Result<(), Error> {
-        let tokens = self.check_unwritten(layer)?.tokens;
+        let tokens = self.tokens_to_write(layer)?;
         let rows = self.shaped_rows(tokens, k.into(), v.into())?;
         let [k, v] = self.checked_values(rows)?;
         self.write_in_span(layer, |store, writes| {
@@ -146,6 +146,14 @@ impl KvCache {
     ) -> Result<(), Error> {
         self.check_unwritten(layer)?;
         self.write_in_span(layer, |store, writes| write(store, writes))
+    }
+
+    /// The tokens of the open step, of which [`KvCache::write`] takes the layer's K and V.
+    ///
+    /// # Errors
+    /// [`Error::Layer`]; [`Error::Step`] where no step is open or it has written the layer.
+    pub fn tokens_to_write(&self, layer: usize) -> Result<usize, Error> {
+        Ok(self.check_unwritten(layer)?.tokens)
     }
 
     /// Takes the open step back: lengths, pages and residuals are those before [`KvCache::reserve`], whichever layers were written. Without an open step
@@ -233,7 +241,7 @@ impl KvCache {
         }
     }
 
-    fn write_in_span(
+    pub(crate) fn write_in_span(
         &mut self,
         layer: usize,
         write: impl FnOnce(&mut dyn PageStore, &[TokenWrite]) -> Result<(), Error>,

@@ -31,7 +31,7 @@ pub struct CacheAccess(());
 impl CacheAccess {
     /// # Errors
     /// Those of [`process::check`].
-    pub(super) fn here() -> Result<Self, Error> {
+    pub(crate) fn here() -> Result<Self, Error> {
         process::check()?;
         Ok(CacheAccess(()))
     }

@@ -114,6 +114,11 @@ pub struct NativeAppend {
 }
 
 impl NativeAppend {
+    /// The layout of the pages that it writes.
+    pub(crate) fn layout(&self) -> &PageLayout {
+        &self.layout
+    }
+
     /// The kernel of an append with these rotary positions, or without.
     ///
     /// # Errors

@@ -81,7 +81,7 @@ pub fn export_params(args: &ExportArgs, layout: &PageLayout) -> Result<ExportPar
         k_token_stride,
         v_token_stride,
         page_stride,
-        dtype: rows.dtype.code(),
+        dtype: super::dtype::code(rows.dtype),
         ..ExportParams::default()
     })
 }

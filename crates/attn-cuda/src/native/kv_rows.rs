@@ -36,7 +36,7 @@ impl KvRows {
             v: self.v.get(),
             k_token_stride,
             v_token_stride,
-            dtype: self.dtype.code(),
+            dtype: super::dtype::code(self.dtype),
             ..others
         }
     }

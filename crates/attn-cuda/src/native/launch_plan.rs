@@ -347,7 +347,7 @@ impl LaunchPlan {
             q: args.q.get(),
             out: args.out.get(),
             lse: args.lse.get(),
-            dtype: args.dtype.code(),
+            dtype: super::dtype::code(args.dtype),
             alibi_slopes: args.alibi_slopes.get(),
             sinks: args.sinks.get(),
             counters: args.workspace.get(),

@@ -92,7 +92,7 @@ pub fn merge_spans_params(args: &MergeSpansArgs) -> Result<MergeSpansParams, Err
         rows: sizes::int("rows to merge", args.rows)?,
         num_q_heads: sizes::int("num_q_heads", args.num_q_heads)?,
         heads_per_kv: sizes::int("heads_per_kv", args.num_q_heads / args.num_kv_heads)?,
-        dtype: args.dtype.code(),
+        dtype: super::dtype::code(args.dtype),
         ..MergeSpansParams::default()
     })
 }

@@ -69,8 +69,8 @@ pub fn merge_states_params(args: &MergeStatesArgs) -> Result<MergeStatesParams, 
         states: sizes::int("states to merge", args.states)?,
         rows: sizes::int("rows to merge", args.rows)?,
         head_dim: sizes::int("head_dim", args.head_dim)?,
-        in_dtype: args.in_dtype.code(),
-        out_dtype: args.out_dtype.code(),
+        in_dtype: super::dtype::code(args.in_dtype),
+        out_dtype: super::dtype::code(args.out_dtype),
         ..MergeStatesParams::default()
     })
 }

@@ -91,7 +91,7 @@ impl RotaryArgs {
             },
             num_positions: self.rows(),
             rotary_dim: sizes::int("rotary_dim", dim)?,
-            cos_sin_dtype: self.cos_sin_dtype.code(),
+            cos_sin_dtype: super::dtype::code(self.cos_sin_dtype),
             is_interleaved: i32::from(self.style == RotaryStyle::Interleaved),
             ..queries
         })

@@ -4,15 +4,11 @@ use anyhow::{Context, Result, bail, ensure};
 use attn_bench::cuda::Buffers;
 use attn_conformance::{case::noise, check::first_difference, trials::Trials};
 use attn_core::{
-    Append, CacheConfig, DecodeAttention, DecodeStep, Error, Heads, KvCache, KvFormat, KvSource,
-    Problem, SpansStep,
+    Append, Attend, CacheConfig, DecodeAttention, DecodeStep, DeviceMemory, DeviceSteps, Dtype,
+    Error, Heads, KvCache, KvFormat, KvSource, Problem, Rows, RowsMut, Scheme, SpansStep,
 };
 use attn_cpu::CpuBackend;
-use attn_cuda::{
-    CudaBackend, DeviceSteps, QueryRows, SpanRows,
-    internals::context,
-    native::{DeviceAddress, Dtype, KvRows},
-};
+use attn_cuda::{CudaBackend, CudaMemory, internals::context};
 use cudarc::driver::CudaSlice;
 
 use crate::passes;
@@ -25,6 +21,21 @@ const HEADS: Heads = Heads {
 };
 const ROW: usize = HEADS.kv * HEADS.dim;
 
+/// Strides of queries and results side by side.
+const STRIDES: [usize; 3] = [0, HEADS.q * HEADS.dim, HEADS.dim];
+
+fn side_by_side([tokens, heads, dim]: [usize; 3]) -> [usize; 4] {
+    [1, tokens, heads, dim]
+}
+
+/// One query token of each of these sequences.
+fn at(layer: usize, sequences: &[usize]) -> Attend<'_> {
+    Attend {
+        layer,
+        ..Attend::new(HEADS.q, sequences)
+    }
+}
+
 /// K and V of one layer's tokens.
 fn rows(seed: u64, layer: usize, tokens: usize) -> [Vec<f32>; 2] {
     [0, 50].map(|side| noise(seed + side + 1000 * layer as u64, tokens * ROW))
@@ -36,7 +47,7 @@ struct Pair<'a> {
     cpu: CpuBackend,
     there: KvCache,
     here: KvCache,
-    steps: DeviceSteps,
+    steps: Box<dyn DeviceSteps>,
     buffers: Buffers,
 }
 
@@ -44,7 +55,7 @@ impl Pair<'_> {
     /// One step: layers are written and attended in turn, from device memory there.
     fn step(&mut self, seed: u64, appends: &[Append]) -> Result<()> {
         let tokens: usize = appends.iter().map(|a| a.tokens).sum();
-        self.steps.reserve(&mut self.there, appends)?;
+        self.there.reserve_on(&mut *self.steps, appends)?;
         self.here.reserve(appends)?;
         for layer in 0..LAYERS {
             let [k, v] = rows(seed, layer, tokens);
@@ -57,20 +68,23 @@ impl Pair<'_> {
         self.compare_bytes()
     }
 
+    /// The numbers of a buffer, which outlives the wait that ends each call here.
+    fn memory(&self, buffer: &CudaSlice<f32>) -> CudaMemory {
+        let (at, stream) = (self.buffers.address(buffer), self.buffers.raw());
+        // SAFETY: the buffer has the numbers, outlives the wait, and the stream is the buffers'.
+        unsafe { CudaMemory::to_write(0, at, buffer.len(), Dtype::F32, stream) }
+    }
+
     fn write(&mut self, layer: usize, [k, v]: [&[f32]; 2]) -> Result<()> {
         let (k, v) = (self.buffers.upload(k)?, self.buffers.upload(v)?);
-        let tokens = KvRows {
-            k: self.buffers.address(&k),
-            v: self.buffers.address(&v),
-            dtype: Dtype::F32,
-            k_token_stride: ROW,
-            v_token_stride: ROW,
+        let (k, v) = (self.memory(&k), self.memory(&v));
+        let tokens = k.elements() / ROW;
+        let rows = |memory| {
+            let shape = [1, tokens, HEADS.kv, HEADS.dim];
+            Rows::on_device(memory, shape, [0, ROW, HEADS.dim])
         };
-        // SAFETY: the buffers hold the step's rows, outlive the wait, and the stream is theirs.
-        unsafe {
-            self.steps
-                .write(&mut self.there, layer, &tokens, self.buffers.raw())
-        }?;
+        let kv = [rows(&k)?, rows(&v)?];
+        self.there.write_on(&mut *self.steps, layer, kv)?;
         Ok(self.steps.wait()?)
     }
 
@@ -84,19 +98,14 @@ impl Pair<'_> {
         let step = DecodeStep::new(&plan, &q, KvSource::Sequences(&here), &mut want)?;
         self.cpu.decode(&mut step.with_lse(&mut lse)?)?;
 
-        let there = self.there.layer(layer)?.sequences(&chosen)?;
+        let there = at(layer, &chosen).of_cache(&self.there)?;
         let (q, out) = (self.buffers.upload(&q)?, self.buffers.floats(q.len())?);
-        let rows = QueryRows {
-            q: self.buffers.address(&q),
-            out: self.buffers.address(&out),
-            dtype: Dtype::F32,
-            lse: DeviceAddress::NULL,
-        };
-        // SAFETY: the buffers hold the problem's rows, outlive the wait, and the stream is theirs.
-        unsafe {
-            self.steps
-                .attend(&there, &problem, &rows, self.buffers.raw())
-        }?;
+        let (of_q, of_out) = (self.memory(&q), self.memory(&out));
+        let of_q = Rows::on_device(&of_q, side_by_side(there.rows()), STRIDES)?;
+        let of_out = RowsMut::on_device(&of_out, side_by_side(there.rows()), STRIDES)?;
+        let of_q = of_q.device_rows("q", there.rows())?;
+        let of_out = of_out.device_rows("out", there.rows())?;
+        self.steps.attend(&there, of_q, of_out, None)?;
         self.steps.wait()?;
         if let Some(text) = first_difference("out", &self.buffers.download(&out)?, &want) {
             bail!("{text}");
@@ -118,22 +127,25 @@ impl Pair<'_> {
         let step = SpansStep::new(&plan, &on_host, KvSource::Sequences(&here))?;
         let want = self.cpu.attend_spans(&step)?;
 
-        let there = self.there.layer(layer)?.sequences(chosen)?;
+        let there = at(layer, chosen).of_cache(&self.there)?;
         let (rows, spans) = (problem.rows(), 2);
         let max_sums = self.buffers.floats(2 * spans * rows)?;
         let o = self.buffers.floats(spans * rows * HEADS.dim)?;
-        let rows_of = SpanRows {
-            q: self.buffers.address(q),
-            dtype: Dtype::F32,
-            spans,
-            max_sums: self.buffers.address(&max_sums),
-            o: self.buffers.address(&o),
+        let memories = [q, &max_sums, &o].map(|buffer| self.memory(buffer));
+        let of_q = Rows::on_device(&memories[0], side_by_side(there.rows()), STRIDES)?;
+        let of_q = of_q.device_rows("q", there.rows())?;
+        let states = |spans| {
+            let [of_max_sums, of_o] = there.state_rows(spans);
+            let max_sums = [0, HEADS.q * 2, 2];
+            let max_sums = RowsMut::on_device(&memories[1], side_by_side(of_max_sums), max_sums)?;
+            let o = RowsMut::on_device(&memories[2], side_by_side(of_o), STRIDES)?;
+            Ok::<_, Error>([
+                max_sums.device_rows("max_sums", of_max_sums)?,
+                o.device_rows("o", of_o)?,
+            ])
         };
-        // SAFETY: the buffers hold the problem's rows and the states of two spans, outlive the wait, and the stream is theirs.
-        unsafe {
-            self.steps
-                .attend_spans(&there, problem, &rows_of, self.buffers.raw())
-        }?;
+        self.steps
+            .attend_spans(&there, of_q, spans, states(spans)?)?;
         self.steps.wait()?;
         let (max_sums, o) = (
             self.buffers.download(&max_sums)?,
@@ -151,15 +163,7 @@ impl Pair<'_> {
         let unseen = second.iter().step_by(2).all(|m| *m == f32::NEG_INFINITY);
         ensure!(unseen, "a span that no sequence has is seen");
         // Fewer spans than tokens need.
-        let none = SpanRows {
-            spans: 0,
-            ..rows_of
-        };
-        // SAFETY: the call is refused before it reads a row.
-        let refused = unsafe {
-            self.steps
-                .attend_spans(&there, problem, &none, self.buffers.raw())
-        };
+        let refused = self.steps.attend_spans(&there, of_q, 0, states(0)?);
         ensure!(
             matches!(refused, Err(Error::Parameter { what: "spans", .. })),
             "{refused:?}"
@@ -184,7 +188,7 @@ fn layers(gpu: &CudaBackend, format: KvFormat) -> Result<()> {
     let mut pair = Pair {
         gpu,
         here: cpu.create_cache(&config)?,
-        steps: gpu.prepare_steps(&there)?,
+        steps: gpu.device_steps(&there)?,
         buffers: Buffers::new(context(gpu))?,
         there,
         cpu,
@@ -195,41 +199,33 @@ fn layers(gpu: &CudaBackend, format: KvFormat) -> Result<()> {
     pair.here.fork(0, 2)?;
     // Both append to the page that they share; a step that fails before its last layer leaves nothing.
     let appends = [(2, 3), (0, 1), (1, 64)].map(append);
-    pair.steps.reserve(&mut pair.there, &appends)?;
+    pair.there.reserve_on(&mut *pair.steps, &appends)?;
     let [k, v] = rows(9, 1, 68);
     pair.write(1, [&v, &k])?;
-    let refused = pair.attend_unwritten();
+    let refused = at(0, &[0]).of_cache(&pair.there).map(drop);
     ensure!(matches!(refused, Err(Error::Step { .. })), "{refused:?}");
     pair.there.cancel_step()?;
     pair.compare_bytes()?;
     pair.step(2, &appends)?;
     pair.step(3, &[(0, 1), (2, 1)].map(append))?;
-    // A host's write, and another cache's steps.
+    // Another cache's steps: of the same pages they order nothing but themselves, of other pages they are refused.
     pair.there.reserve(&[append((1, 1))])?;
     let other = pair.gpu.create_cache(&config)?;
-    let mut others = pair.gpu.prepare_steps(&other)?;
-    let refused = others.reserve(&mut pair.there, &[append((0, 1))]);
+    let mut others = pair.gpu.device_steps(&other)?;
+    let refused = pair.there.reserve_on(&mut *others, &[append((0, 1))]);
     ensure!(matches!(refused, Err(Error::Step { .. })), "{refused:?}");
+    let other = CacheConfig::builder(KvFormat::same(Scheme::Bf16), HEADS).layers(LAYERS);
+    let other = pair.gpu.create_cache(&other.max_len(64).build())?;
+    let mut others = pair.gpu.device_steps(&other)?;
+    let row = pair.buffers.upload(&[0.5; ROW])?;
+    let row = pair.memory(&row);
+    let rows = Rows::on_device(&row, [1, 1, HEADS.kv, HEADS.dim], STRIDES)?;
+    let refused = pair.there.write_on(&mut *others, 0, [rows; 2]);
+    ensure!(
+        matches!(refused, Err(Error::WrongBackend { .. })),
+        "{refused:?}"
+    );
     Ok(pair.there.cancel_step()?)
-}
-
-impl Pair<'_> {
-    /// Attends a layer that the open step has not written.
-    fn attend_unwritten(&mut self) -> Result<(), Error> {
-        let there = self.there.layer(0)?.sequences(&[0])?;
-        let problem = Problem::new(HEADS, there.table().lens.clone());
-        let rows = QueryRows {
-            q: DeviceAddress::NULL,
-            out: DeviceAddress::NULL,
-            dtype: Dtype::F32,
-            lse: DeviceAddress::NULL,
-        };
-        // SAFETY: the call is refused before it reads a row.
-        unsafe {
-            self.steps
-                .attend(&there, &problem, &rows, self.buffers.raw())
-        }
-    }
 }
 
 /// Adds the tests of this file.

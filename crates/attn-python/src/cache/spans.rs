@@ -1,83 +1,9 @@
-//! Shards of sequences, of whose spans steps leave the states.
+//! The merge of the states of shards' spans in host memory.
 
-use attn::SpanStates;
+use attn::{Heads, KvFormat, Problem, SpanStates};
+use pyo3::{prelude::*, types::PyCapsule};
 
-use super::*;
-
-/// Where the states of a step's spans go.
-pub(super) struct States<'py> {
-    /// float32 `[spans, query tokens, heads, 2]`: maxima and sums.
-    pub max_sums: Array<'py>,
-    /// float32 `[spans, query tokens, heads, dim]`.
-    pub o: Array<'py>,
-}
-
-impl<'py> States<'py> {
-    /// The arrays in two capsules; refuses other shapes than those of the queries' states.
-    pub fn new(problem: &Problem, [max_sums, o]: [&Bound<'py, PyCapsule>; 2]) -> PyResult<Self> {
-        let states = States {
-            max_sums: Array::new("max_sums", max_sums)?,
-            o: Array::new("o", o)?,
-        };
-        let rows = [problem.query_tokens(), problem.num_q_heads];
-        for (array, last) in [(&states.max_sums, 2), (&states.o, problem.head_dim)] {
-            let spans = states.o.shape.first().copied().unwrap_or(0);
-            let needed = [spans, rows[0], rows[1], last];
-            if array.shape != needed || spans == 0 {
-                return Err(errors::shape(format!(
-                    "{} has the shape {:?}; needed: {needed:?}, the spans of the longest sequence first",
-                    array.what, array.shape
-                )));
-            }
-        }
-        Ok(states)
-    }
-
-    /// Writes a step's states; spans behind its last one see no token.
-    fn write(&mut self, from: &SpanStates) -> PyResult<()> {
-        let arrays = [
-            (&mut self.max_sums, from.max_sums(), f32::NEG_INFINITY),
-            (&mut self.o, from.o(), 0.0),
-        ];
-        for (array, values, unseen) in arrays {
-            let what = array.what;
-            let attn::ElementsMut::F32(room) = array.elements_mut()? else {
-                return Err(errors::shape(format!("{what} is not of type float32")));
-            };
-            if room.len() < values.len() {
-                return Err(errors::shape(format!(
-                    "{what} holds {} elements, but the step's spans have {}; pass one span for each 1024 tokens of the longest sequence",
-                    room.len(),
-                    values.len()
-                )));
-            }
-            let (seen, others) = room.split_at_mut(values.len());
-            seen.copy_from_slice(values);
-            others.fill(unseen);
-        }
-        Ok(())
-    }
-}
-
-impl Cache {
-    pub(super) fn attend_spans_on_host(
-        &self,
-        py: Python<'_>,
-        q: &Array<'_>,
-        mut states: States<'_>,
-        attended: &Attended,
-    ) -> PyResult<()> {
-        let q = q.rows()?;
-        let made = self.on_host(py, |inner| {
-            let backend = self.device.backend();
-            let layer = inner.cache.layer(attended.layer)?;
-            let (sequences, problem) = (&attended.sequences, &attended.problem);
-            let steps = &mut inner.host_steps;
-            steps.attend_spans(backend, layer, sequences, problem, q)
-        })?;
-        states.write(&made)
-    }
-}
+use crate::{dlpack::Array, errors};
 
 /// What a merge of spans' states reads and writes in host memory, as capsules.
 #[derive(FromPyObject)]

@@ -1,0 +1,230 @@
+//! What attends: sequences of a cache, their query tokens, the layer, and what changes scores. The one place that makes the [`Problem`] of it.
+
+use crate::{
+    cache::{CachedSequences, KvCache},
+    error::Error,
+    problem::{Arithmetic, Heads, Problem},
+};
+
+/// What changes the scores of attention, and how they are computed. The default is causal attention with the softmax scale `1/√head_dim`, and nothing else.
+///
+/// ```
+/// use attn_core::ScoreModifiers;
+///
+/// // A layer whose tokens see 127 tokens before their own.
+/// let scores = ScoreModifiers { window_left: Some(127), ..ScoreModifiers::default() };
+/// assert!(scores.causal);
+/// ```
+#[derive(Debug, Clone, PartialEq)]
+pub struct ScoreModifiers {
+    /// The positive factor of q·k; none for `1/√head_dim`.
+    pub softmax_scale: Option<f32>,
+    /// Whether a query token sees only the tokens up to its own position.
+    pub causal: bool,
+    /// The soft cap: scaled scores become `cap·tanh(s/cap)`.
+    pub softcap: Option<f32>,
+    /// A token sees at most this many tokens before its own position.
+    pub window_left: Option<usize>,
+    /// The ALiBi slope of each query head.
+    pub alibi_slopes: Option<Vec<f32>>,
+    /// The attention sink of each query head ([`Problem::sinks`]).
+    pub sinks: Option<Vec<f32>>,
+    /// How steps of integer formats are computed.
+    pub arithmetic: Arithmetic,
+}
+
+impl Default for ScoreModifiers {
+    fn default() -> Self {
+        ScoreModifiers {
+            softmax_scale: None,
+            causal: true,
+            softcap: None,
+            window_left: None,
+            alibi_slopes: None,
+            sinks: None,
+            arithmetic: Arithmetic::Exact,
+        }
+    }
+}
+
+impl From<&Problem> for ScoreModifiers {
+    /// The modifiers of a problem.
+    fn from(problem: &Problem) -> Self {
+        ScoreModifiers {
+            softmax_scale: Some(problem.softmax_scale),
+            causal: problem.causal,
+            softcap: problem.softcap,
+            window_left: problem.window_left,
+            alibi_slopes: problem.alibi_slopes.clone(),
+            sinks: problem.sinks.clone(),
+            arithmetic: problem.arithmetic,
+        }
+    }
+}
+
+impl Problem {
+    /// The problem with these modifiers in place of its own.
+    #[must_use]
+    pub fn scores(mut self, scores: &ScoreModifiers) -> Self {
+        let usual = || 1.0 / (self.head_dim as f32).sqrt();
+        self.softmax_scale = scores.softmax_scale.unwrap_or_else(usual);
+        self.causal = scores.causal;
+        self.softcap = scores.softcap;
+        self.window_left = scores.window_left;
+        self.alibi_slopes.clone_from(&scores.alibi_slopes);
+        self.sinks.clone_from(&scores.sinks);
+        self.arithmetic = scores.arithmetic;
+        self
+    }
+}
+
+/// What attends to a cache. The last query token of a sequence stands at its last cached token, so a step appends first.
+///
+/// ```
+/// use attn_core::{Attend, CacheConfig, Heads, HostPages, KvCache, KvFormat};
+///
+/// let heads = Heads { q: 4, kv: 1, dim: 64 };
+/// let config = CacheConfig::builder(KvFormat::INT8, heads).sequences(3).max_len(64).build();
+/// let mut cache = KvCache::new(config.clone(), Box::new(HostPages::new(&config)?))?;
+/// cache.append(2, &[0.5; 5 * 64], &[2.0; 5 * 64])?;
+/// // The two newest tokens of sequence 2.
+/// let at = Attend { q_lens: Some(&[2]), ..Attend::new(heads.q, &[2]) };
+/// let attended = at.of_cache(&cache)?;
+/// assert_eq!((&attended.problem().kv_lens[..], attended.rows()), (&[5][..], [2, 4, 64]));
+/// # Ok::<(), attn_core::Error>(())
+/// ```
+#[derive(Debug, Clone)]
+pub struct Attend<'a> {
+    /// The layer of the cache; 0 in a cache of one.
+    pub layer: usize,
+    /// The number of query heads: a multiple of the cache's KV heads, at most 64 for each.
+    pub q_heads: usize,
+    /// The sequences of the cache, in any order. Rows come in this order: all query tokens of the first one, then those of the next.
+    pub sequences: &'a [usize],
+    /// The query tokens of each sequence; none for one each.
+    pub q_lens: Option<&'a [usize]>,
+    /// Of shards, the tokens of each sequence that follow in other shards ([`Problem::tokens_after`]); else empty.
+    pub tokens_after: &'a [usize],
+    /// What changes scores.
+    pub scores: ScoreModifiers,
+}
+
+impl<'a> Attend<'a> {
+    /// One query token of each sequence, in the first layer, without modifiers.
+    #[must_use]
+    pub fn new(q_heads: usize, sequences: &'a [usize]) -> Self {
+        Attend {
+            layer: 0,
+            q_heads,
+            sequences,
+            q_lens: None,
+            tokens_after: &[],
+            scores: ScoreModifiers::default(),
+        }
+    }
+
+    /// The number of query tokens of all sequences, saturating: the tokens of the rows.
+    #[must_use]
+    pub fn query_tokens(&self) -> usize {
+        match self.q_lens {
+            Some(lens) => lens.iter().fold(0, |n, len| n.saturating_add(*len)),
+            None => self.sequences.len(),
+        }
+    }
+
+    /// The sequences of the cache that attend, and the problem: heads and lengths are the cache's.
+    ///
+    /// # Errors
+    /// [`Error::Layer`], [`Error::Sequence`]; those of [`CachedSequences::check_problem`].
+    pub fn of_cache<'c>(&self, cache: &'c KvCache) -> Result<Attended<'c>, Error> {
+        let chosen = cache.layer(self.layer)?.sequences(self.sequences)?;
+        let heads = Heads {
+            q: self.q_heads,
+            kv: cache.config().num_kv_heads,
+            dim: cache.config().head_dim,
+        };
+        let mut problem = Problem::new(heads, chosen.table().lens.clone());
+        if let Some(q_lens) = self.q_lens {
+            problem = problem.q_lens(q_lens);
+        }
+        let problem = problem.tokens_after(self.tokens_after).scores(&self.scores);
+        chosen.check_problem(&problem)?;
+        Ok(Attended {
+            sequences: chosen,
+            problem,
+        })
+    }
+}
+
+/// Sequences of a cache and the problem that attends to them, with their lengths, compared with each other: holding one is the proof.
+pub struct Attended<'a> {
+    sequences: CachedSequences<'a>,
+    problem: Problem,
+}
+
+impl<'a> Attended<'a> {
+    /// The sequences.
+    #[must_use]
+    pub fn sequences(&self) -> &CachedSequences<'a> {
+        &self.sequences
+    }
+
+    /// The problem.
+    #[must_use]
+    pub fn problem(&self) -> &Problem {
+        &self.problem
+    }
+
+    /// The shape of queries and outputs, `[query tokens, num_q_heads, head_dim]`.
+    #[must_use]
+    pub fn rows(&self) -> [usize; 3] {
+        [
+            self.problem.query_tokens(),
+            self.problem.num_q_heads,
+            self.problem.head_dim,
+        ]
+    }
+
+    /// The shape of log-sum-exps, `[query tokens, num_q_heads, 1]`.
+    #[must_use]
+    pub fn lse_rows(&self) -> [usize; 3] {
+        let [tokens, heads, _] = self.rows();
+        [tokens, heads, 1]
+    }
+
+    /// The shapes of the states of so many spans: maxima and sums, and O.
+    #[must_use]
+    pub fn state_rows(&self, spans: usize) -> [[usize; 3]; 2] {
+        let [tokens, heads, dim] = self.rows();
+        [2, dim].map(|last| [spans.saturating_mul(tokens), heads, last])
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const HEADS: Heads = Heads {
+        q: 2,
+        kv: 1,
+        dim: 64,
+    };
+
+    #[test]
+    fn modifiers_come_back_from_the_problem_that_they_were_set_in() {
+        let scores = ScoreModifiers {
+            softmax_scale: Some(0.25),
+            causal: false,
+            softcap: Some(30.0),
+            window_left: Some(7),
+            alibi_slopes: Some(vec![0.5, 0.25]),
+            sinks: Some(vec![1.0, -1.0]),
+            arithmetic: Arithmetic::Fast,
+        };
+        let problem = Problem::new(HEADS, [5]).scores(&scores);
+        assert_eq!(ScoreModifiers::from(&problem), scores);
+        // Those without a number take the place of those with one.
+        let plain = problem.scores(&ScoreModifiers::default());
+        assert_eq!(plain, Problem::new(HEADS, [5]));
+    }
+}

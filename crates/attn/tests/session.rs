@@ -1,0 +1,429 @@
+//! What a session waits for, on a backend whose device only writes down what it is asked for.
+
+use std::{
+    any::Any,
+    sync::{Arc, Mutex},
+};
+
+use attn::{
+    Append, Attend, AttendRows, Attended, CacheAccess, CacheConfig, DecodeAttention, DecodeStep,
+    DeviceInfo, DeviceMemory, DeviceRows, DeviceSteps, Dtype, Error, Heads, HostPages, KvCache,
+    KvFormat, PageLayout, PageStore, Plan, Problem, Rows, RowsMut, Session, SpanRows, SpanStates,
+    SpansStep, TokenWrite, Unsupported, WideRows,
+};
+
+const HEADS: Heads = Heads {
+    q: 2,
+    kv: 1,
+    dim: 64,
+};
+
+/// What was done, in order.
+#[derive(Clone, Default)]
+struct Log(Arc<Mutex<Vec<&'static str>>>);
+
+impl Log {
+    fn note(&self, what: &'static str) {
+        self.0.lock().unwrap().push(what);
+    }
+
+    fn take(&self) -> Vec<&'static str> {
+        std::mem::take(&mut self.0.lock().unwrap())
+    }
+}
+
+/// Pages in host memory whose accesses are noted.
+struct NotedPages(HostPages, Log);
+
+impl PageStore for NotedPages {
+    fn layout(&self) -> PageLayout {
+        self.0.layout()
+    }
+    fn num_pages(&self) -> usize {
+        self.0.num_pages()
+    }
+    fn layers(&self) -> usize {
+        self.0.layers()
+    }
+    fn append(
+        &mut self,
+        access: &CacheAccess,
+        layer: usize,
+        writes: &[TokenWrite],
+        k: WideRows<'_>,
+        v: WideRows<'_>,
+    ) -> Result<(), Error> {
+        self.1.note("pages");
+        self.0.append(access, layer, writes, k, v)
+    }
+    fn read_pages(
+        &self,
+        access: &CacheAccess,
+        layer: usize,
+        pages: &[u32],
+        out: &mut [u8],
+    ) -> Result<(), Error> {
+        self.1.note("pages");
+        self.0.read_pages(access, layer, pages, out)
+    }
+    fn write_pages(
+        &mut self,
+        access: &CacheAccess,
+        layer: usize,
+        pages: &[u32],
+        bytes: &[u8],
+    ) -> Result<(), Error> {
+        self.1.note("pages");
+        self.0.write_pages(access, layer, pages, bytes)
+    }
+    fn grow(&mut self, access: &CacheAccess, pages: usize) -> Result<(), Error> {
+        self.1.note("pages");
+        self.0.grow(access, pages)
+    }
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+}
+
+/// A backend that attends nothing, on the host or on its device.
+struct Noted {
+    info: DeviceInfo,
+    log: Log,
+}
+
+impl DecodeAttention for Noted {
+    fn device(&self) -> &DeviceInfo {
+        &self.info
+    }
+    fn supports(&self, _: &Problem, _: KvFormat) -> Result<(), Unsupported> {
+        Ok(())
+    }
+    fn create_cache(&self, config: &CacheConfig) -> Result<KvCache, Error> {
+        let pages = NotedPages(HostPages::new(config)?, self.log.clone());
+        KvCache::new(config.clone(), Box::new(pages))
+    }
+    fn plan(&self, problem: &Problem, format: KvFormat) -> Result<Plan, Error> {
+        Plan::new("noted", problem, format, ())
+    }
+    fn execute(&self, _: &mut DecodeStep<'_>) -> Result<(), Error> {
+        self.log.note("pages");
+        Ok(())
+    }
+    fn attend_spans(&self, step: &SpansStep<'_>) -> Result<SpanStates, Error> {
+        self.log.note("pages");
+        SpanStates::unseen(step.inputs().problem())
+    }
+    fn device_steps(&self, _: &KvCache) -> Result<Box<dyn DeviceSteps>, Error> {
+        self.log.note("prepare");
+        Ok(Box::new(NotedSteps(self.log.clone())))
+    }
+}
+
+struct NotedSteps(Log);
+
+impl DeviceSteps for NotedSteps {
+    fn check_write(&mut self, _: [DeviceRows<'_>; 2]) -> Result<(), Error> {
+        self.0.note("check");
+        Ok(())
+    }
+    fn order_store(&mut self) -> Result<(), Error> {
+        self.0.note("order");
+        Ok(())
+    }
+    fn write(
+        &mut self,
+        _: &CacheAccess,
+        _: &dyn PageStore,
+        _: usize,
+        writes: &[TokenWrite],
+        kv: [DeviceRows<'_>; 2],
+    ) -> Result<(), Error> {
+        assert!(kv.iter().all(|rows| rows.shape()[0] == writes.len()));
+        self.0.note("write");
+        Ok(())
+    }
+    fn attend(
+        &mut self,
+        attended: &Attended<'_>,
+        q: DeviceRows<'_>,
+        out: DeviceRows<'_>,
+        lse: Option<DeviceRows<'_>>,
+    ) -> Result<(), Error> {
+        assert_eq!((q.shape(), out.shape()), (attended.rows(), attended.rows()));
+        let lse = lse.map_or(attended.lse_rows(), |lse| lse.shape());
+        assert_eq!(lse, attended.lse_rows());
+        self.0.note("attend");
+        Ok(())
+    }
+    fn attend_spans(
+        &mut self,
+        attended: &Attended<'_>,
+        _: DeviceRows<'_>,
+        spans: usize,
+        states: [DeviceRows<'_>; 2],
+    ) -> Result<(), Error> {
+        let shapes = states.map(|rows| rows.shape());
+        assert_eq!(shapes, attended.state_rows(spans));
+        self.0.note("attend");
+        Ok(())
+    }
+    fn wait(&self) -> Result<(), Error> {
+        self.0.note("wait");
+        Ok(())
+    }
+}
+
+/// Numbers on a device of this name.
+#[derive(Debug)]
+struct There(&'static str, usize);
+
+impl DeviceMemory for There {
+    fn elements(&self) -> usize {
+        self.1
+    }
+    fn dtype(&self) -> Dtype {
+        Dtype::F32
+    }
+    fn device(&self) -> String {
+        self.0.to_owned()
+    }
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+}
+
+const MEMORY: There = There("noted:0", 4096);
+
+fn there(tokens: usize, heads: usize) -> Rows<'static> {
+    Rows::on_device(&MEMORY, [1, tokens, heads, 64], [0, 64 * heads, 64]).unwrap()
+}
+
+fn there_mut(tokens: usize, heads: usize, dim: usize) -> RowsMut<'static> {
+    let (shape, strides) = ([1, tokens, heads, dim], [0, heads * dim, dim]);
+    RowsMut::on_device(&MEMORY, shape, strides).unwrap()
+}
+
+fn session(layers: usize) -> (Session, Log) {
+    let log = Log::default();
+    let backend = Noted {
+        info: DeviceInfo::new("noted", "a log", ""),
+        log: log.clone(),
+    };
+    let config = CacheConfig::builder(KvFormat::INT8, HEADS)
+        .layers(layers)
+        .sequences(3)
+        .max_len(128)
+        .build();
+    (Session::new(Arc::new(backend), &config).unwrap(), log)
+}
+
+fn one(sequence: usize) -> [Append; 1] {
+    [Append {
+        sequence,
+        tokens: 1,
+    }]
+}
+
+#[test]
+fn whatever_touches_pages_from_the_host_waits_for_the_device() {
+    type Call = fn(&mut Session) -> Result<(), Error>;
+    let calls: [(&str, Call); 11] = [
+        ("append", |s| s.append(&one(0), &[0.5; 64], &[2.0; 64])),
+        ("attend", |s| {
+            let mut out = [0.0; 128];
+            s.attend(
+                &Attend::new(2, &[0]),
+                AttendRows::new(&[0.5; 128], &mut out),
+            )
+        }),
+        ("span_states", |s| {
+            s.span_states(&Attend::new(2, &[0]), &[0.5; 128]).map(drop)
+        }),
+        ("add_pages", |s| s.add_pages(1)),
+        ("image", |s| s.image(0).map(drop)),
+        ("write_image", |s| {
+            let mut bytes = vec![0; s.image_bytes(0)?];
+            s.write_image(0, &mut bytes)
+        }),
+        ("restore", |s| {
+            let image = s.image(0)?;
+            s.free(1)?;
+            s.restore(1, &image)
+        }),
+        ("read_back", |s| s.read_back(0).map(drop)),
+        ("restore_pages", |s| {
+            let pages = s.read_back(0)?;
+            s.free(1)?;
+            s.restore_pages(1, s.tokens(0)?, &pages)
+        }),
+        ("copy", |s| s.copy().map(drop)),
+        ("export", |s| s.export(0, 0).map(drop)),
+    ];
+    for (name, call) in calls {
+        let (mut session, log) = session(1);
+        // Without calls on the device nothing waits.
+        session.append(&one(0), &[0.5; 64], &[2.0; 64]).unwrap();
+        call(&mut session).unwrap();
+        assert!(!log.take().contains(&"wait"), "{name}");
+        session.append(&one(0), there(1, 1), there(1, 1)).unwrap();
+        assert_eq!(log.take(), ["prepare", "check", "order", "write"]);
+        call(&mut session).unwrap();
+        let done = log.take();
+        assert_eq!(done.first(), Some(&"wait"), "{name}: {done:?}");
+        assert!(done.contains(&"pages"), "{name}: {done:?}");
+        let is_ordered = |pair: &[&str]| pair[0] == "wait" || pair[1] != "write";
+        assert!(done.windows(2).all(is_ordered), "{name}: {done:?}");
+    }
+}
+
+#[test]
+fn a_step_on_the_device_is_ordered_there_and_taken_back_behind_it() {
+    let (mut session, log) = session(2);
+    session.reserve(&one(0)).unwrap();
+    session.write(1, there(1, 1), there(1, 1)).unwrap();
+    assert_eq!(log.take(), ["prepare", "check", "write"]);
+    let at = Attend {
+        layer: 1,
+        ..Attend::new(2, &[0])
+    };
+    let rows = AttendRows {
+        q: there(1, 2),
+        out: there_mut(1, 2, 64),
+        lse: Some(there_mut(1, 2, 1)),
+    };
+    session.attend(&at, rows).unwrap();
+    assert_eq!(log.take(), ["attend"]);
+    let rows = SpanRows {
+        q: there(1, 2),
+        spans: 3,
+        max_sums: there_mut(3, 2, 2),
+        o: there_mut(3, 2, 64),
+    };
+    session.attend_spans(&at, rows).unwrap();
+    assert_eq!(log.take(), ["attend"]);
+    // The host writes the other layer.
+    session.write(0, &[0.5; 64], &[2.0; 64]).unwrap();
+    assert_eq!(log.take(), ["wait", "pages"]);
+    session.reserve(&one(0)).unwrap();
+    assert_eq!(log.take(), ["order"]);
+    session.cancel_step().unwrap();
+    assert_eq!(log.take(), ["wait"]);
+    assert_eq!(session.table().lens, [1, 0, 0]);
+}
+
+#[test]
+fn rows_of_a_call_that_lie_apart_or_do_not_fit_change_nothing() {
+    let (mut session, log) = session(1);
+    let said = |refused: Result<(), Error>| {
+        let error = refused.unwrap_err();
+        let is_named = matches!(error, Error::Rows { .. } | Error::Shape { .. });
+        assert!(is_named, "{error}");
+        error.to_string()
+    };
+    let mixed = said(session.append(&one(0), there(1, 1), &[2.0; 64]));
+    assert!(
+        mixed.starts_with("v lies in host memory; needed"),
+        "{mixed}"
+    );
+    let other = said(session.append(&one(0), &[2.0; 64], there(1, 1)));
+    assert!(other.starts_with("v lies on noted:0; needed"), "{other}");
+    assert_eq!(log.take(), [""; 0]);
+    let longer = said(session.append(&one(0), there(2, 1), there(2, 1)));
+    assert!(
+        longer.starts_with("k has rows of the shape [2, 1, 64]"),
+        "{longer}"
+    );
+    assert_eq!(log.take(), ["prepare"]);
+    assert_eq!(session.table().lens, [0, 0, 0]);
+
+    session.append(&one(0), there(1, 1), there(1, 1)).unwrap();
+    log.take();
+    let at = Attend::new(2, &[0]);
+    let mut out = [7.0; 128];
+    let mixed = said(session.attend(&at, AttendRows::new(there(1, 2), &mut out)));
+    assert!(
+        mixed.starts_with("out lies in host memory; needed"),
+        "{mixed}"
+    );
+    let rows = AttendRows::new(&[0.5; 128], &mut out).with_lse(there_mut(1, 2, 1));
+    let mixed = said(session.attend(&at, rows));
+    assert!(mixed.starts_with("lse lies on noted:0; needed"), "{mixed}");
+    let few = said(session.attend(&at, AttendRows::new(there(1, 2), there_mut(2, 2, 64))));
+    assert!(
+        few.starts_with("out has rows of the shape [2, 2, 64]"),
+        "{few}"
+    );
+    assert_eq!((log.take(), out), (vec![], [7.0; 128]));
+    // Fewer spans than the tokens need, more than any sequence has.
+    for spans in [0, 1025] {
+        let (mut max_sums, mut o) = (vec![0.0; 4 * spans], vec![0.0; 128 * spans]);
+        let rows = SpanRows {
+            q: (&[0.5; 128]).into(),
+            spans,
+            max_sums: (&mut max_sums).into(),
+            o: (&mut o).into(),
+        };
+        let refused = session.attend_spans(&at, rows);
+        assert!(
+            matches!(refused, Err(Error::Parameter { what: "spans", .. })),
+            "{refused:?}"
+        );
+    }
+}
+
+#[test]
+fn a_backend_without_device_memory_refuses_rows_there_by_its_name() {
+    let backend = attn::open(attn::BackendId::Cpu).unwrap();
+    let config = CacheConfig::builder(KvFormat::INT8, HEADS)
+        .max_len(64)
+        .build();
+    let mut session = Session::new(backend.into(), &config).unwrap();
+    let refused = session.append(&one(0), there(1, 1), there(1, 1));
+    let said = refused.unwrap_err().to_string();
+    assert!(
+        said.contains("rows in host memory, as backend cpu"),
+        "{said}"
+    );
+    session.append(&one(0), &[0.5; 64], &[2.0; 64]).unwrap();
+    assert_eq!(session.table().lens, [1]);
+}
+
+#[test]
+fn states_of_spans_go_into_memory_of_more_spans_and_results_into_rows_of_any_type() {
+    let backend = attn::open(attn::BackendId::Cpu).unwrap();
+    let config = CacheConfig::builder(KvFormat::INT8, HEADS)
+        .max_len(64)
+        .build();
+    let mut session = Session::new(backend.into(), &config).unwrap();
+    session.append(&one(0), &[0.5; 64], &[2.0; 64]).unwrap();
+    let (at, q) = (Attend::new(2, &[0]), [0.25; 128]);
+    let states = session.span_states(&at, &q).unwrap();
+    let (mut max_sums, mut o) = ([7.0; 8], [7.0; 256]);
+    let rows = SpanRows {
+        q: (&q).into(),
+        spans: 2,
+        max_sums: (&mut max_sums).into(),
+        o: (&mut o).into(),
+    };
+    session.attend_spans(&at, rows).unwrap();
+    assert_eq!(max_sums[..4], *states.max_sums());
+    assert_eq!(o[..128], *states.o());
+    assert_eq!(max_sums[4..], [f32::NEG_INFINITY; 4]);
+    assert_eq!(o[128..], [0.0; 128]);
+    // Log-sum-exps are never rounded.
+    let (mut out, mut lse, mut wide) = ([half(0.0); 128], [half(0.0); 2], [0.0; 2]);
+    let refused = session.attend(&at, AttendRows::new(&q, &mut out).with_lse(&mut lse));
+    assert!(
+        matches!(refused, Err(Error::Rows { what: "lse", .. })),
+        "{refused:?}"
+    );
+    let rows = AttendRows::new(&q, &mut out).with_lse(&mut wide);
+    session.attend(&at, rows).unwrap();
+    assert!(out.iter().all(|x| (x.to_f32() - 2.0).abs() < 0.02));
+    // One token of K 0.5 and 64 queries of 0.25, scaled by 1/8.
+    assert!(wide.iter().all(|x| (x - 1.0).abs() < 0.01), "{wide:?}");
+}
+
+fn half(x: f32) -> half::f16 {
+    half::f16::from_f32(x)
+}
