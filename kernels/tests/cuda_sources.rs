@@ -85,8 +85,8 @@ fn includes_name_files_by_their_path() {
         let lines = text.lines().filter(|line| line.starts_with("#include"));
         for line in lines {
             let name = line.split('"').nth(1);
-            let is_there = CUDA.iter().any(|(file, _)| Some(*file) == name);
-            assert!(is_there, "{file}: {line}");
+            let is_found = CUDA.iter().any(|(file, _)| Some(*file) == name);
+            assert!(is_found, "{file}: {line}");
         }
     }
 }

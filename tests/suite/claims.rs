@@ -412,7 +412,7 @@ fn the_environment_chooses_the_cases() {
         (
             "hardware",
             &[reduced_table, ("ATTN_CASE", "0")],
-            "ATTN_CASE is 0; allowed: the seed",
+            "ATTN_CASE is \"0\"; allowed: the seed",
         ),
     ] {
         let text = run(kind, names);

@@ -188,7 +188,7 @@ fn damaged_pages_are_refused_with_the_layer() {
     );
     refused(&run(&["run", &pages]), &["no tensor NAME.k"]);
     let output = run(&["quantize", &bundled(), &out, "--kv", "int4-g8"]);
-    refused(&output, &["int4 groups of a multiple of 16 dims"]);
+    refused(&output, &["int4 with groups of a multiple of 16 dims"]);
     assert_eq!(folder.names(), ["bad", "whole"]);
 }
 

@@ -76,7 +76,7 @@ fn a_full_output_is_a_sentence_and_no_panic() {
 /// A file with one layer of two equal tokens: K is zero and V is 3, so that every output is 3 and every LSE ln 2; each off by so much, or
 /// by a factor.
 fn tiny(folder: &Folder, lse_off: f32, out_factor: f32) -> String {
-    let (kv, q) = ([1, 2, 64], [1, 2, 64]);
+    let (kv, q) = ([2, 1, 64], [1, 2, 64]);
     let (k, v) = ([0.0; 128], [3.0; 128]);
     let (out, lse) = ([3.0 * out_factor; 128], [2f32.ln() + lse_off; 2]);
     let tensors: [(&str, &[usize], &[f32]); 5] = [
