@@ -12,7 +12,7 @@ try:
 
     REASON = None
 except ImportError as error:
-    torch, REASON = None, str(error)
+    torch, PAST, REASON = None, None, str(error)
 else:
     # transformers 5.24 has renamed the argument.
     PAST = "cache" if tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 24) else "past_key_values"
