@@ -278,7 +278,10 @@ mod tests {
         assert!(refusal(rows(&k, 144, 72)).contains("heads that lie apart"));
         let wide = at(0x100, 999, Dtype::F32);
         let said_of_v = refusal(rows(&wide, 128, 64));
-        assert!(said_of_v.contains("has numbers of f16; needed: f32, as k"), "{said_of_v}");
+        assert!(
+            said_of_v.contains("has numbers of f16; needed: f32, as k"),
+            "{said_of_v}"
+        );
         let odd = at(0x108, 999, Dtype::F16);
         assert!(refusal(rows(&odd, 128, 64)).contains("no multiple of 16"));
         let null = at(0, 999, Dtype::F16);

@@ -296,7 +296,10 @@ mod tests {
         }
         let refusal = |name: OsString| DeviceName::from_value(Some(name)).unwrap_err().to_string();
         let text = refusal("CPU".into());
-        assert!(text.starts_with("ATTN_BACKEND is CPU; allowed"), "{text}");
+        assert!(
+            text.starts_with("ATTN_BACKEND is \"CPU\"; allowed"),
+            "{text}"
+        );
         #[cfg(unix)]
         {
             use std::os::unix::ffi::OsStringExt;

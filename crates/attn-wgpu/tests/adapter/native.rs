@@ -212,7 +212,7 @@ fn refused_appends_change_nothing(backend: &WgpuBackend) {
     };
     for (appends, part) in [
         (&[(0, 3)][..], "has 1280 bytes"),
-        (&[(0, 1), (0, 1)], "sequence to append to"),
+        (&[(0, 1), (0, 1)], "Repeated { sequence: 0 }"),
         (&[(2, 1)], "Sequence"),
     ] {
         let text = refusal(appends);
@@ -283,7 +283,7 @@ fn recorded_layers_are_those_of_the_hosts_writes(backend: &WgpuBackend) {
             }
         }
         let whole = backend.prepare(&Problem::new(heads, host.table().lens.clone()), &host);
-        assert!(matches!(whole, Err(Error::Parameter { .. })));
+        assert!(matches!(whole, Err(Error::SeveralLayers { .. })));
     }
 }
 
