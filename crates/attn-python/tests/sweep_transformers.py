@@ -76,6 +76,13 @@ SMALL: Dict[str, int] = {
     **dict.fromkeys(("rotary_dim",), 32),
     **dict.fromkeys(("num_embeddings", "codebook_size", "ngram_vocab_size_base", "encoder_hash_byte_group_vocab"), 512),
 }
+# What defaults leave open, though the model needs it.
+OPEN: Dict[str, Dict[str, Any]] = {
+    "dots1": {"n_routed_experts": 4},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * (LAYERS // 2)},
+    "step3p7": {"sliding_window": 24},
+    "xmod": {"default_language": "en_XX"},
+}
 # Kinds of attention, of masks and of caches: plain, windows, caps, sinks, chunks, experts, hybrids with linear attention, biases of scores, MLA, attention by
 # code of the model's own, several attentions of one layer, loops, layers without attention, decoders of encoder-decoder models, models of several parts.
 FAST = (
@@ -111,6 +118,8 @@ def shrunk(values: Dict[str, Any], head_dim: int) -> Dict[str, Any]:
             # Pairs of a head, as many as there are.
             x = [head_dim // 2 * n // sum(x) for n in x]
             x[0] += head_dim // 2 - sum(x)
+        elif name in ("head_dim", "num_key_value_heads") and x is None:
+            x = head_dim if name == "head_dim" else 2
         elif name in exact and isinstance(x, (int, float)) and not isinstance(x, bool):
             x = exact[name]
         elif isinstance(x, list) and kept is not None and len(x) == layers and layers > LAYERS:
@@ -138,6 +147,8 @@ def small_config(kind: str, head_dim: int) -> Any:
     config_class = CONFIG_MAPPING[kind]
     default = config_class()
     values = shrunk(default.to_dict(), head_dim)
+    for part in (values, *(x for x in values.values() if isinstance(x, dict))):
+        part.update({name: x for name, x in OPEN.get(kind, {}).items() if name in part})
     for name in ("transformers_version", "_attn_implementation", "attn_implementation"):
         values.pop(name, None)
     config = config_class.from_dict(values)
@@ -197,10 +208,11 @@ def error_of(found: torch.Tensor, wanted: torch.Tensor) -> float:
 
 def judge(kind: str) -> Verdict:
     """What becomes of one type."""
+    refusal = None
     try:
         QuantizedCache(CONFIG_MAPPING[kind]())
-    except attn.AttnError:
-        pass
+    except attn.AttnError as error:
+        refusal = f"default configuration: {_told(error)}"
     except Exception as error:
         if not _config_fails(kind):
             return Verdict("RAW", f"QuantizedCache(default configuration): {_told(error)}")
@@ -226,7 +238,7 @@ def judge(kind: str) -> Verdict:
             reasons.append(f"eager: {_told(error)}")
             continue
         return compared(config, model, wanted, BOUNDS_OF.get(kind, BOUNDS))
-    return Verdict("not built", reasons[0])
+    return Verdict("not built", reasons[0]) if refusal is None else Verdict("refused", refusal)
 
 
 def compared(config: Any, model: Any, wanted: torch.Tensor, bounds: Dict[str, float]) -> Verdict:
