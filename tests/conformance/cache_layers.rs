@@ -163,7 +163,7 @@ fn layers(backend: &dyn DecodeAttention, format: &str, page_size: usize) {
     both.step(5, &[(3, 1), (1, 1)].map(append));
 
     // Pages before the window are gone in every layer.
-    both.case.problem.window_left = Some(90);
+    both.case.problem.scores.window_left = Some(90);
     both.each(|cache| cache.drop_before(3, 232 - 90));
     assert_eq!(both.together.table().first_tokens[3], 128);
     both.step(6, &[(3, 1), (0, 1)].map(append));

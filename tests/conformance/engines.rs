@@ -40,7 +40,7 @@ pub fn add(mut trials: Trials<Box<dyn DecodeAttention>>) -> Trials<Box<dyn Decod
 fn window(backend: &dyn DecodeAttention, format: &str, page_size: usize) {
     let (len, window, most, row) = (900, 100, 5, 2 * 64);
     let mut one = case(format, &[len]);
-    (one.page_size, one.problem.window_left) = (page_size, Some(window));
+    (one.page_size, one.problem.scores.window_left) = (page_size, Some(window));
     let full = one.config();
     let mut config = full.clone();
     // The window, the step's tokens, a tile at both ends; and a page to be written by the other sequence.
@@ -97,7 +97,7 @@ fn window(backend: &dyn DecodeAttention, format: &str, page_size: usize) {
     // A longer window, and none, see what is gone.
     for longer in [Some(at - 1 - dropped + 1), None] {
         one.problem.q_lens = vec![1];
-        one.problem.window_left = longer;
+        one.problem.scores.window_left = longer;
         let q = &one.q()[..8 * 64];
         let refused = decode_rows(backend, &one, q, KvSource::Cache(&small));
         assert!(
@@ -105,7 +105,7 @@ fn window(backend: &dyn DecodeAttention, format: &str, page_size: usize) {
             "{longer:?}"
         );
     }
-    one.problem.window_left = Some(at - 1 - dropped);
+    one.problem.scores.window_left = Some(at - 1 - dropped);
     decode_rows(backend, &one, &one.q()[..8 * 64], KvSource::Cache(&small)).unwrap();
 }
 

@@ -38,10 +38,10 @@ fn problems(case: &Case) -> Vec<(&'static str, Problem)> {
         ),
     ];
     let mut not_causal = of(&[0, 40, 0], &[2, 3, 1]);
-    not_causal.causal = false;
+    not_causal.scores.causal = false;
     all.push(("not causal", not_causal));
     let mut behind = of(&[1024, 0, 1030], &[1, 1, 3]);
-    behind.window_left = Some(3);
+    behind.scores.window_left = Some(3);
     all.push(("a window", behind));
     all
 }
@@ -53,11 +53,11 @@ fn unseen(backend: &dyn DecodeAttention, format: &str) {
     for (name, problem) in problems(&case) {
         for sinks in [None, Some(vec![0.5, -2.0, 6.0, 0.0, 3.0, -1e6, 1e6, -0.0])] {
             let mut problem = problem.clone();
-            problem.sinks = sinks;
+            problem.scores.sinks = sinks;
             case.problem.kv_lens = problem.kv_lens.clone();
             let cache = cached(backend, &case).unwrap();
             for held in HELD {
-                let name = format!("{name}, sinks {:?}, memory of {held}", problem.sinks);
+                let name = format!("{name}, sinks {:?}, memory of {held}", problem.scores.sinks);
                 step(backend, &case, &problem, &cache, held, &name);
             }
         }
@@ -143,7 +143,7 @@ fn assert_written(problem: &Problem, out: &[f32], lse: &[f32], name: &str) {
         unseen += 1;
         let zeros = of_row.iter().all(|x| x.to_bits() == 0);
         assert!(zeros, "{name}: row {row} sees nothing and is {of_row:?}");
-        let right = match &problem.sinks {
+        let right = match &problem.scores.sinks {
             None => lse == f32::NEG_INFINITY,
             Some(sinks) => (lse - sinks[head]).abs() <= 1e-6 * sinks[head].abs().max(1.0),
         };

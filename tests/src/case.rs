@@ -151,12 +151,12 @@ impl Case {
             parts.push(format!("{:?}", self.build));
         }
         let modifiers = [
-            ("noncausal", !p.causal),
-            ("window", p.window_left.is_some()),
-            ("softcap", p.softcap.is_some()),
-            ("alibi", p.alibi_slopes.is_some()),
-            ("sinks", p.sinks.is_some()),
-            ("fast", p.arithmetic == Arithmetic::Fast),
+            ("noncausal", !p.scores.causal),
+            ("window", p.scores.window_left.is_some()),
+            ("softcap", p.scores.softcap.is_some()),
+            ("alibi", p.scores.alibi_slopes.is_some()),
+            ("sinks", p.scores.sinks.is_some()),
+            ("fast", p.scores.arithmetic == Arithmetic::Fast),
         ];
         let given = modifiers.iter().filter(|(_, is_given)| *is_given);
         parts.extend(given.map(|(name, _)| (*name).to_owned()));
@@ -547,22 +547,22 @@ impl fmt::Display for Case {
             self.inputs,
             self.build
         )?;
-        if !p.causal {
+        if !p.scores.causal {
             f.write_str(", not causal")?;
         }
-        if let Some(window) = p.window_left {
+        if let Some(window) = p.scores.window_left {
             write!(f, ", window {window}")?;
         }
-        if let Some(cap) = p.softcap {
+        if let Some(cap) = p.scores.softcap {
             write!(f, ", softcap {cap}")?;
         }
-        if let Some(slopes) = &p.alibi_slopes {
+        if let Some(slopes) = &p.scores.alibi_slopes {
             write!(f, ", ALiBi {slopes:?}")?;
         }
-        if let Some(sinks) = &p.sinks {
+        if let Some(sinks) = &p.scores.sinks {
             write!(f, ", sinks {sinks:?}")?;
         }
-        if p.arithmetic == Arithmetic::Fast {
+        if p.scores.arithmetic == Arithmetic::Fast {
             f.write_str(", fast")?;
         }
         if self.alone {

@@ -288,7 +288,7 @@ fn claims(
         hold!(rows_differ("", &got, &want));
         if case.alone {
             hold!(alone_differs(backend, case, &got)?);
-            if case.problem.causal && case.format.is_integer() {
+            if case.problem.scores.causal && case.format.is_integer() {
                 hold!(in_pieces_differs(backend, case, &got)?);
             }
         }

@@ -35,7 +35,7 @@ pub fn attend(
             .config()
             .k_tensor_scales
             .get(h / problem.heads_per_kv());
-        problem.softmax_scale * LOG2_E * k_scale.copied().unwrap_or(1.0)
+        problem.score_scale() * LOG2_E * k_scale.copied().unwrap_or(1.0)
     };
     let (mut out, mut lse) = (Vec::new(), Vec::new());
     for (b, tokens) in problem.query_ranges().enumerate() {
@@ -143,10 +143,13 @@ impl Row<'_> {
         // The specification's words, not `Problem::visible`: a wrong mask there must not be right here.
         let sees = |t: &usize| {
             let t = *t as f64;
-            (!problem.causal || t <= position)
-                && problem.window_left.is_none_or(|w| t >= position - w as f64)
+            (!problem.scores.causal || t <= position)
+                && problem
+                    .scores
+                    .window_left
+                    .is_none_or(|w| t >= position - w as f64)
         };
-        let own_tile = match problem.causal {
+        let own_tile = match problem.scores.causal {
             true => (position / 64.0).floor(),
             false => ((kv_len as f64 - 1.0) / 64.0).floor(),
         };
@@ -155,17 +158,21 @@ impl Row<'_> {
             .map(|t| {
                 let k = k.row(t, own_tile);
                 let dot: f64 = q.iter().zip(k).map(|(q, k)| q * k).sum();
-                let mut s = dot * f64::from(problem.softmax_scale);
-                if let Some(cap) = problem.softcap {
+                let mut s = dot * f64::from(problem.score_scale());
+                if let Some(cap) = problem.scores.softcap {
                     s = f64::from(cap) * (s / f64::from(cap)).tanh();
                 }
-                if let Some(slopes) = &problem.alibi_slopes {
+                if let Some(slopes) = &problem.scores.alibi_slopes {
                     s += f64::from(slopes[h]) * (t as f64 - position);
                 }
                 (t, s)
             })
             .collect();
-        let sink = problem.sinks.as_ref().map(|sinks| f64::from(sinks[h]));
+        let sink = problem
+            .scores
+            .sinks
+            .as_ref()
+            .map(|sinks| f64::from(sinks[h]));
         let logits = || scores.iter().map(|(_, s)| *s).chain(sink);
         let max = logits().fold(f64::NEG_INFINITY, f64::max);
         if max == f64::NEG_INFINITY {

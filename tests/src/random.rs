@@ -70,7 +70,7 @@ pub fn shapes() -> Vec<Case> {
                 let mut case = Case::new([heads_per_kv, 1], head_dim, &[1], kind(format));
                 case.page_size = page_size;
                 case.problem.q_lens = vec![q_len; case.problem.batch()];
-                case.problem.window_left = window_left;
+                case.problem.scores.window_left = window_left;
                 all.push(case);
             }
         }
@@ -99,21 +99,21 @@ pub fn random(seed: u64) -> Case {
     case.build = r.pick(&[Build::AtOnce, Build::Shuffled, Build::Chunks, Build::Reused]);
     let p = &mut case.problem;
     p.q_lens = vec![q_len; p.batch()];
-    p.causal = r.below(4) > 0;
+    p.scores.causal = r.below(4) > 0;
     if r.below(3) == 0 {
         match r.below(3) {
-            0 => p.window_left = Some(r.below(600)),
-            1 => p.softcap = Some(r.pick(&[5.0, 30.0, 50.0])),
+            0 => p.scores.window_left = Some(r.below(600)),
+            1 => p.scores.softcap = Some(r.pick(&[5.0, 30.0, 50.0])),
             _ => {
                 let slope = |h: usize| 0.5f32.powi(1 + h as i32 % 8);
-                p.alibi_slopes = Some((0..p.num_q_heads).map(slope).collect());
+                p.scores.alibi_slopes = Some((0..p.num_q_heads).map(slope).collect());
             }
         }
     }
     // Last, so that a seed's other numbers are what they were without sinks.
     if r.below(4) == 0 {
         let sinks = (0..p.num_q_heads).map(|_| r.pick(&[-1e6, -3.5, 0.0, 1.25, 9.0, 40.0]));
-        p.sinks = Some(sinks.collect());
+        p.scores.sinks = Some(sinks.collect());
     }
     case
 }

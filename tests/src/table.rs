@@ -106,8 +106,8 @@ fn reduced(table: &mut Table) {
     }
     let mut case = Case::new([12, 1], 128, &[1, 1100], KvFormat::INT8);
     case.problem.q_lens = vec![4; case.problem.batch()];
-    case.problem.window_left = Some(900);
-    case.problem.softcap = Some(30.0);
+    case.problem.scores.window_left = Some(900);
+    case.problem.scores.softcap = Some(30.0);
     table.add(case);
     table.add(without_window());
     sinks(table, "int8");
@@ -115,7 +115,7 @@ fn reduced(table: &mut Table) {
     for format in formats(&["int8", "int4", "bf16"]) {
         let mut case = Case::new([4, 2], 64, &[300, 130, 64], format);
         case.problem.q_lens = vec![2, 1, 0];
-        case.problem.window_left = Some(20);
+        case.problem.scores.window_left = Some(20);
         case.build = Build::Dropped;
         table.add(case);
     }
@@ -138,12 +138,12 @@ fn prompts(table: &mut Table) {
         };
         table.add(ragged());
         let mut case = ragged();
-        case.problem.causal = false;
-        case.problem.alibi_slopes = Some(vec![0.5, 0.25, 0.125, 0.0]);
-        case.problem.sinks = Some(vec![0.5, -2.0, 6.0, 1e6]);
+        case.problem.scores.causal = false;
+        case.problem.scores.alibi_slopes = Some(vec![0.5, 0.25, 0.125, 0.0]);
+        case.problem.scores.sinks = Some(vec![0.5, -2.0, 6.0, 1e6]);
         table.add(case);
         let mut case = ragged();
-        (case.problem.window_left, case.problem.softcap) = (Some(70), Some(20.0));
+        (case.problem.scores.window_left, case.problem.scores.softcap) = (Some(70), Some(20.0));
         case.problem.q_lens.reverse();
         table.add(case);
         let mut case = Case::new([16, 1], 128, &[700, 33, 90], format);
@@ -165,7 +165,7 @@ fn prompts(table: &mut Table) {
         for head_dim in [80, 192, 256] {
             let mut case = Case::new([8, 2], head_dim, &[300, 17, 0, 64], format);
             case.problem.q_lens = vec![70, 17, 0, 64];
-            (case.build, case.problem.arithmetic) = (Build::AtOnce, Arithmetic::Fast);
+            (case.build, case.problem.scores.arithmetic) = (Build::AtOnce, Arithmetic::Fast);
             table.add(case);
         }
     }
@@ -185,7 +185,7 @@ fn prompts(table: &mut Table) {
     for format in formats(&["int8-plain", "int8-g32"]) {
         let mut case = Case::new([32, 2], 96, &[150, 17, 64], format);
         case.problem.q_lens = vec![70, 17, 64];
-        (case.build, case.problem.arithmetic) = (Build::Bsnh, Arithmetic::Fast);
+        (case.build, case.problem.scores.arithmetic) = (Build::Bsnh, Arithmetic::Fast);
         table.add(case);
     }
     for format in formats(&[
@@ -200,12 +200,12 @@ fn prompts(table: &mut Table) {
         // Rows enough that CUDA attends f16. The query tokens of a block stand in one tile: else some would read more residuals than the oracle does.
         let mut case = Case::new([32, 2], 64, &[300, 17, 192, 5, 64, 384, 130], format);
         case.problem.q_lens = vec![1, 17, 63, 0, 64, 64, 2];
-        (case.build, case.problem.arithmetic) = (Build::AtOnce, Arithmetic::Fast);
+        (case.build, case.problem.scores.arithmetic) = (Build::AtOnce, Arithmetic::Fast);
         table.add(case);
         let mut case = Case::new([16, 1], 128, &[300, 32, 192], format);
         case.problem.q_lens = vec![3, 32, 128];
-        (case.build, case.problem.arithmetic) = (Build::AtOnce, Arithmetic::Fast);
-        case.problem.sinks = Some(vec![0.5; 16]);
+        (case.build, case.problem.scores.arithmetic) = (Build::AtOnce, Arithmetic::Fast);
+        case.problem.scores.sinks = Some(vec![0.5; 16]);
         table.add(case);
     }
     for format in formats(&["int8", "int4", "bf16"]) {
@@ -223,7 +223,7 @@ fn prompts(table: &mut Table) {
 /// A window of any length sees the whole cache, whatever it is cast to.
 fn without_window() -> Case {
     let mut case = Case::new([4, 2], 64, &[1, 70, 300], KvFormat::INT8);
-    case.problem.window_left = Some(usize::MAX);
+    case.problem.scores.window_left = Some(usize::MAX);
     case.problem.q_lens = vec![2; case.problem.batch()];
     case
 }
@@ -266,7 +266,7 @@ fn dropped(table: &mut Table) {
     let of = |heads, dim, kv_lens: &[usize], q_lens: &[usize], window, format| {
         let mut case = Case::new(heads, dim, kv_lens, format);
         case.problem.q_lens = q_lens.to_vec();
-        case.problem.window_left = Some(window);
+        case.problem.scores.window_left = Some(window);
         case.build = Build::Dropped;
         case
     };
@@ -303,8 +303,8 @@ fn dropped(table: &mut Table) {
             60,
             format,
         );
-        case.problem.causal = false;
-        case.problem.sinks = each_sink(4);
+        case.problem.scores.causal = false;
+        case.problem.scores.sinks = each_sink(4);
         table.add(case);
         table.add(of([8, 1], 64, &[2500, 700], &[2, 1], 100, format));
         let prompts = [400, 250, 3, 300, 200];
@@ -323,7 +323,7 @@ fn sinks(table: &mut Table, format: &str) {
     let of = |heads, dim, kv_lens: &[usize], q_len| {
         let format = format.parse().expect("a format's name");
         let mut case = Case::new(heads, dim, kv_lens, format);
-        case.problem.sinks = each_sink(heads[0]);
+        case.problem.scores.sinks = each_sink(heads[0]);
         case.problem.q_lens = vec![q_len; case.problem.batch()];
         case
     };
@@ -332,15 +332,15 @@ fn sinks(table: &mut Table, format: &str) {
     table.add(case);
     // The first query tokens stand before a sequence of 2.
     let mut case = of([4, 1], 64, &[2, 66, 400], 3);
-    case.problem.window_left = Some(50);
+    case.problem.scores.window_left = Some(50);
     table.add(case);
     let mut case = of([8, 2], 128, &[0, 130], 2);
-    case.problem.softcap = Some(20.0);
-    case.problem.alibi_slopes = Some(vec![0.25; 8]);
-    case.problem.softmax_scale = 0.3;
+    case.problem.scores.softcap = Some(20.0);
+    case.problem.scores.alibi_slopes = Some(vec![0.25; 8]);
+    case.problem.scores.softmax_scale = Some(0.3);
     table.add(case);
     let mut case = of([3, 1], 64, &[5, 150], 2);
-    case.problem.causal = false;
+    case.problem.scores.causal = false;
     table.add(case);
     // 33 rows of each KV head.
     table.add(of([66, 2], 64, &[70, 0], 1));
@@ -369,7 +369,7 @@ fn merged_sinks(table: &mut Table) {
     ] {
         for format in formats(&["int8", "bf16"]) {
             let mut case = Case::new(heads, dim, kv_lens, format);
-            case.problem.sinks = each_sink(heads[0]);
+            case.problem.scores.sinks = each_sink(heads[0]);
             case.problem.q_lens = vec![q_len; case.problem.batch()];
             case.build = Build::AtOnce;
             table.add(case);
@@ -453,30 +453,30 @@ fn modifiers(table: &mut Table, format: KvFormat) {
     };
     for window in [0, 1, 70] {
         let mut case = base();
-        case.problem.window_left = Some(window);
+        case.problem.scores.window_left = Some(window);
         table.add(case);
     }
     // Whole tiles, segments and a span lie before the window.
     let mut case = Case::new([2, 1], 64, &[1500], format);
-    case.problem.window_left = Some(200);
+    case.problem.scores.window_left = Some(200);
     table.add(case);
     for cap in [5.0, 50.0] {
         let mut case = base();
-        case.problem.softcap = Some(cap);
+        case.problem.scores.softcap = Some(cap);
         table.add(case);
     }
     let slopes = || Some(vec![0.5, 0.25, 0.125, 0.0]);
     let mut case = base();
-    case.problem.alibi_slopes = slopes();
+    case.problem.scores.alibi_slopes = slopes();
     table.add(case);
     let mut case = base();
-    case.problem.causal = false;
+    case.problem.scores.causal = false;
     table.add(case);
     let mut case = base();
-    case.problem.alibi_slopes = slopes();
-    case.problem.softcap = Some(20.0);
-    case.problem.window_left = Some(100);
-    case.problem.softmax_scale = 0.3;
+    case.problem.scores.alibi_slopes = slopes();
+    case.problem.scores.softcap = Some(20.0);
+    case.problem.scores.window_left = Some(100);
+    case.problem.scores.softmax_scale = Some(0.3);
     table.add(case);
 }
 
@@ -492,13 +492,13 @@ fn windows(table: &mut Table) {
         }
         for causal in [true, false] {
             let mut case = Case::new([8, 2], 128, &[195, 450], format);
-            case.problem.causal = causal;
+            case.problem.scores.causal = causal;
             case.problem.q_lens = vec![4; case.problem.batch()];
             case.build = Build::Forked;
             table.add(case);
         }
         let mut case = Case::new([8, 1], 64, &[2500], format);
-        case.problem.window_left = Some(100);
+        case.problem.scores.window_left = Some(100);
         case.problem.q_lens = vec![2; case.problem.batch()];
         table.add(case);
     }

@@ -49,12 +49,12 @@ fn the_oracle_masks_what_lies_behind_or_before_the_window() {
         &over_equal_scores(&problem),
         &[(7.0 / 3.0, three), (15.0 / 4.0, four)],
     );
-    problem.window_left = Some(1);
+    problem.scores.window_left = Some(1);
     near(&over_equal_scores(&problem), &[(3.0, two), (6.0, two)]);
-    problem.window_left = Some(0);
+    problem.scores.window_left = Some(0);
     near(&over_equal_scores(&problem), &[(4.0, 0.0), (8.0, 0.0)]);
-    problem.causal = false;
-    problem.window_left = Some(1);
+    problem.scores.causal = false;
+    problem.scores.window_left = Some(1);
     near(
         &over_equal_scores(&problem),
         &[(14.0 / 3.0, three), (6.0, two)],
@@ -72,7 +72,7 @@ fn the_oracles_slopes_weigh_tokens_by_their_distance() {
         vec![4],
     );
     // Each token counts half of the next one.
-    problem.alibi_slopes = Some(vec![std::f32::consts::LN_2]);
+    problem.scores.alibi_slopes = Some(vec![std::f32::consts::LN_2]);
     let want = (1.0 / 8.0 + 2.0 / 4.0 + 4.0 / 2.0 + 8.0) / 1.875;
     near(&over_equal_scores(&problem), &[(want, 1.875f64.ln())]);
 }
@@ -88,7 +88,7 @@ fn the_oracles_sinks_weigh_as_tokens_without_a_value() {
         vec![4],
     );
     // Four tokens of weight 1, and a sink of weight 4; the first query sees the sink alone.
-    problem.sinks = Some(vec![4f32.ln()]);
+    problem.scores.sinks = Some(vec![4f32.ln()]);
     problem.q_lens = vec![5; problem.batch()];
     let rows = over_equal_scores(&problem);
     near(&rows[..1], &[(0.0, 4f64.ln())]);

@@ -331,8 +331,8 @@ fn labels_fit_their_columns_and_name_one_case_each() {
     let cut = "case 0017 int8/int4 q2/kv1 d64 page 16 Zeros";
     assert_eq!(case.label(whole.len() - 1), cut);
     case.problem.q_lens = vec![0, 20];
-    case.problem.window_left = Some(3);
-    case.problem.causal = false;
+    case.problem.scores.window_left = Some(3);
+    case.problem.scores.causal = false;
     (case.page_size, case.inputs) = (64, Inputs::Noise);
     assert_eq!(
         case.label(80),

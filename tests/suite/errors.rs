@@ -424,7 +424,7 @@ fn a_window_of_any_size_sees_the_whole_cache() {
     let cache = case.cache(&backend, 10).unwrap();
     let whole = check::decode(&backend, &case, &cache).unwrap();
     for window in [usize::MAX, 1 << 63, (1 << 63) - 1, 1 << 32] {
-        case.problem.window_left = Some(window);
+        case.problem.scores.window_left = Some(window);
         let got = check::decode(&backend, &case, &cache).unwrap();
         assert_eq!(got, whole, "{window}");
     }

@@ -16,7 +16,8 @@ fn answers_at_the_ends_of_the_ranges_are_finite_and_the_same_everywhere(
     #[values("bf16", "f16", "int8", "int4", "int8-plain", "fp8/bf16")] format: &str,
 ) {
     let mut case = Case::new([2, 1], 64, &[70], format.parse().unwrap());
-    (case.problem.softmax_scale, case.problem.softcap) = (softmax_scale, softcap);
+    case.problem.scores.softmax_scale = Some(softmax_scale);
+    case.problem.scores.softcap = softcap;
     let limits = [case.format.k, case.format.v].map(|scheme| scheme.max_magnitude());
     let fill = |limit: f32| -> Vec<f32> {
         let signs = (0..70 * 64).map(|i| if i * 7 % 5 < 2 { -1.0 } else { 1.0 });
@@ -52,7 +53,7 @@ fn the_soft_caps_error_is_the_documented_one(
     #[values("f16", "bf16")] format: &str,
 ) {
     let mut case = Case::new([2, 1], 64, &[10, 70, 300], format.parse().unwrap());
-    case.problem.softcap = Some(cap);
+    case.problem.scores.softcap = Some(cap);
     let (mut worst, reference) = (0.0f64, Reference::new());
     for seed in 1..20 {
         case.seed = seed;
@@ -72,7 +73,7 @@ fn the_soft_caps_error_is_the_documented_one(
 /// Sinks at the ends of their range, with sequences of no token, few and many.
 fn with_sinks(format: &str, sinks: Option<[f32; 2]>) -> (Case, [Vec<f32>; 2]) {
     let mut case = Case::new([2, 1], 64, &[0, 10, 300], format.parse().unwrap());
-    case.problem.sinks = sinks.map(|sinks| sinks.to_vec());
+    case.problem.scores.sinks = sinks.map(|sinks| sinks.to_vec());
     let mut answers = [
         &Reference::new() as &dyn DecodeAttention,
         &CpuBackend::new(),

@@ -96,12 +96,12 @@ fn decoded_bits_equal_the_golden_vectors() {
             },
             vec![kv_len],
         );
-        problem.softcap = settings["softcap"].parse().ok();
-        problem.window_left = settings["window"].parse().ok();
+        problem.scores.softcap = settings["softcap"].parse().ok();
+        problem.scores.window_left = settings["window"].parse().ok();
         let slope: Option<f32> = settings["alibi"].parse().ok();
-        problem.alibi_slopes = slope.map(|slope| vec![slope; 2]);
+        problem.scores.alibi_slopes = slope.map(|slope| vec![slope; 2]);
         let sinks = settings.get("sinks").map(|sinks| sinks.split(','));
-        problem.sinks = sinks.map(|sinks| sinks.map(|sink| sink.parse().unwrap()).collect());
+        problem.scores.sinks = sinks.map(|sinks| sinks.map(|sink| sink.parse().unwrap()).collect());
         let q: Vec<f32> = (0..128)
             .map(|i| (((i % 64) * 37 + i / 64 * 11 + 5) % 129 - 64) as f32 / 64.0)
             .collect();

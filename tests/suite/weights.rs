@@ -47,7 +47,7 @@ fn error(format: &str, tail: Tail) -> f64 {
         t if t % tail.every == 0 => weight.ln() as f32,
         _ => -40.0,
     };
-    let unit = 1.0 / case.problem.softmax_scale;
+    let unit = 1.0 / case.problem.score_scale();
     let (mut k, mut v) = (vec![0.0; tokens * HEADS * DIM], Vec::new());
     for (row, k) in k.chunks_exact_mut(DIM).enumerate() {
         let (t, head) = (row / HEADS, row % HEADS);

@@ -93,8 +93,12 @@ impl Workload {
         let q_len = problem.max_q_len();
         let longest = problem.kv_lens.iter().max().copied().unwrap_or(0);
         let batch = problem.batch();
-        let mask = if problem.causal { "" } else { "-not-causal" };
-        let fast = match problem.arithmetic {
+        let mask = if problem.scores.causal {
+            ""
+        } else {
+            "-not-causal"
+        };
+        let fast = match problem.scores.arithmetic {
             Arithmetic::Fast => "-fast",
             _ => "",
         };
@@ -129,7 +133,7 @@ impl Workload {
             let window = scheme.window().tiles();
             let tokens = |(len, q_len): (&usize, &usize)| {
                 // The first row's own tile; `docs/arithmetic.md`, section 4.
-                let rows = if problem.causal { *q_len } else { 1 };
+                let rows = if problem.scores.causal { *q_len } else { 1 };
                 let own_tile = len.saturating_sub(rows) / TILE;
                 let first = (own_tile + 1).saturating_sub(window) * TILE;
                 len.next_multiple_of(self.page_size).saturating_sub(first)

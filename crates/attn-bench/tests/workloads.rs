@@ -151,7 +151,7 @@ fn residuals_are_read_in_the_tiles_of_the_window() {
     ] {
         let mut workload = contiguous(format, CacheLayout::Pages);
         workload.problem.kv_lens = vec![70, 3, 257];
-        workload.problem.causal = causal;
+        workload.problem.scores.causal = causal;
         workload.problem.q_lens = vec![q_len; workload.problem.batch()];
         let bytes: usize = tokens.iter().map(|tokens| tokens * 2 * 32).sum();
         assert_eq!(workload.residual_bytes(), bytes, "{format}");

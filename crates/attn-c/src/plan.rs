@@ -284,7 +284,7 @@ pub unsafe extern "C" fn attn_plan_create(
         }
         // SAFETY: this function's contract.
         let scores = unsafe { given.modifiers.scores(given.q_heads) }?;
-        let problem = problem.scores(&scores);
+        let problem = problem.scores(scores);
         let mut pages = CacheConfig::builder(format, heads);
         if given.page_size > 0 {
             pages = pages.page_size(given.page_size);
@@ -418,7 +418,7 @@ pub unsafe extern "C" fn attn_plan_alibi_slopes(plan: *const Plan, slopes: *mut 
     call(|| {
         // SAFETY: this function's contract.
         let problem = &unsafe { handle("plan", plan) }?.problem;
-        let taken = alibi_slopes_log2(problem.alibi_slopes.as_deref().unwrap_or(&[]));
+        let taken = alibi_slopes_log2(problem.scores.alibi_slopes.as_deref().unwrap_or(&[]));
         // SAFETY: this function's contract.
         let out = unsafe { arguments::list_mut("slopes", slopes, taken.len()) }?;
         out.copy_from_slice(&taken);

@@ -179,7 +179,7 @@ impl QuantizedKvCache {
         }
         let layer = |problem: &Problem| Layer {
             q_heads: problem.num_q_heads,
-            scores: problem.into(),
+            scores: problem.scores.clone(),
         };
         Ok(QuantizedKvCache {
             session: Session::new(opened.clone(), config)?,

@@ -33,14 +33,15 @@ fn attention(q: &Tensor, k: &Tensor, v: &Tensor, problem: &Problem) -> candle_co
     };
     let (k, v) = (repeat(k)?, repeat(v)?);
     let scores =
-        (q.contiguous()?.matmul(&k.t()?.contiguous()?)? * f64::from(problem.softmax_scale))?;
-    let scores = match problem.softcap {
+        (q.contiguous()?.matmul(&k.t()?.contiguous()?)? * f64::from(problem.score_scale()))?;
+    let scores = match problem.scores.softcap {
         Some(cap) => ((scores / f64::from(cap))?.tanh()? * f64::from(cap))?,
         None => scores,
     };
     let mask = (0..rows).flat_map(|i| {
         let position = tokens - rows + i;
         let first = problem
+            .scores
             .window_left
             .map_or(0, |w| position.saturating_sub(w));
         let seen = first..=position;

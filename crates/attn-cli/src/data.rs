@@ -310,7 +310,7 @@ fn exact(
         vec![kv.seq],
     );
     problem.q_lens = vec![q_len; problem.batch()];
-    problem.softmax_scale = scale;
+    problem.scores.softmax_scale = Some(scale);
     problem
         .check()
         .with_context(|| format!("{}.q does not fit {}.k", kv.name, kv.name))?;

@@ -212,7 +212,7 @@ fn decode(
         vec![kv.seq],
     );
     problem.q_lens = vec![layer.q_len; problem.batch()];
-    problem.softmax_scale = scale;
+    problem.scores.softmax_scale = Some(scale);
     let plan = backend.plan(&problem, format)?;
     let (mut out, mut lse) = (
         vec![f32::NAN; layer.out.len()],

@@ -3,80 +3,9 @@
 use crate::{
     cache::{CachedSequences, KvCache},
     error::Error,
-    problem::{Arithmetic, Heads, Problem},
+    problem::{Heads, Problem},
+    score_modifiers::ScoreModifiers,
 };
-
-/// What changes the scores of attention, and how they are computed. The default is causal attention with the softmax scale `1/√head_dim`, and nothing else.
-///
-/// ```
-/// use attn_core::ScoreModifiers;
-///
-/// // A layer whose tokens see 127 tokens before their own.
-/// let scores = ScoreModifiers { window_left: Some(127), ..ScoreModifiers::default() };
-/// assert!(scores.causal);
-/// ```
-#[derive(Debug, Clone, PartialEq)]
-pub struct ScoreModifiers {
-    /// The positive factor of q·k; none for `1/√head_dim`.
-    pub softmax_scale: Option<f32>,
-    /// Whether a query token sees only the tokens up to its own position.
-    pub causal: bool,
-    /// The soft cap: scaled scores become `cap·tanh(s/cap)`.
-    pub softcap: Option<f32>,
-    /// A token sees at most this many tokens before its own position.
-    pub window_left: Option<usize>,
-    /// The ALiBi slope of each query head.
-    pub alibi_slopes: Option<Vec<f32>>,
-    /// The attention sink of each query head ([`Problem::sinks`]).
-    pub sinks: Option<Vec<f32>>,
-    /// How steps of integer formats are computed.
-    pub arithmetic: Arithmetic,
-}
-
-impl Default for ScoreModifiers {
-    fn default() -> Self {
-        ScoreModifiers {
-            softmax_scale: None,
-            causal: true,
-            softcap: None,
-            window_left: None,
-            alibi_slopes: None,
-            sinks: None,
-            arithmetic: Arithmetic::Exact,
-        }
-    }
-}
-
-impl From<&Problem> for ScoreModifiers {
-    /// The modifiers of a problem.
-    fn from(problem: &Problem) -> Self {
-        ScoreModifiers {
-            softmax_scale: Some(problem.softmax_scale),
-            causal: problem.causal,
-            softcap: problem.softcap,
-            window_left: problem.window_left,
-            alibi_slopes: problem.alibi_slopes.clone(),
-            sinks: problem.sinks.clone(),
-            arithmetic: problem.arithmetic,
-        }
-    }
-}
-
-impl Problem {
-    /// The problem with these modifiers in place of its own.
-    #[must_use]
-    pub fn scores(mut self, scores: &ScoreModifiers) -> Self {
-        let usual = || 1.0 / (self.head_dim as f32).sqrt();
-        self.softmax_scale = scores.softmax_scale.unwrap_or_else(usual);
-        self.causal = scores.causal;
-        self.softcap = scores.softcap;
-        self.window_left = scores.window_left;
-        self.alibi_slopes.clone_from(&scores.alibi_slopes);
-        self.sinks.clone_from(&scores.sinks);
-        self.arithmetic = scores.arithmetic;
-        self
-    }
-}
 
 /// What attends to a cache. The last query token of a sequence stands at its last cached token, so a step appends first.
 ///
@@ -147,7 +76,9 @@ impl<'a> Attend<'a> {
         if let Some(q_lens) = self.q_lens {
             problem = problem.q_lens(q_lens);
         }
-        let problem = problem.tokens_after(self.tokens_after).scores(&self.scores);
+        let problem = problem
+            .tokens_after(self.tokens_after)
+            .scores(self.scores.clone());
         chosen.check_problem(&problem)?;
         Ok(Attended {
             sequences: chosen,
@@ -197,34 +128,5 @@ impl<'a> Attended<'a> {
     pub fn state_rows(&self, spans: usize) -> [[usize; 3]; 2] {
         let [tokens, heads, dim] = self.rows();
         [2, dim].map(|last| [spans.saturating_mul(tokens), heads, last])
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    const HEADS: Heads = Heads {
-        q: 2,
-        kv: 1,
-        dim: 64,
-    };
-
-    #[test]
-    fn modifiers_come_back_from_the_problem_that_they_were_set_in() {
-        let scores = ScoreModifiers {
-            softmax_scale: Some(0.25),
-            causal: false,
-            softcap: Some(30.0),
-            window_left: Some(7),
-            alibi_slopes: Some(vec![0.5, 0.25]),
-            sinks: Some(vec![1.0, -1.0]),
-            arithmetic: Arithmetic::Fast,
-        };
-        let problem = Problem::new(HEADS, [5]).scores(&scores);
-        assert_eq!(ScoreModifiers::from(&problem), scores);
-        // Those without a number take the place of those with one.
-        let plain = problem.scores(&ScoreModifiers::default());
-        assert_eq!(plain, Problem::new(HEADS, [5]));
     }
 }

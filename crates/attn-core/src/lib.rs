@@ -45,6 +45,7 @@ pub mod rotation;
 mod row_layout;
 pub mod row_state;
 mod rows;
+mod score_modifiers;
 pub mod segments;
 mod span_states;
 pub mod state;
@@ -57,7 +58,7 @@ mod wide_rows;
 #[doc = include_str!("../FORMATS.md")]
 pub mod formats {}
 
-pub use attend::{Attend, Attended, ScoreModifiers};
+pub use attend::{Attend, Attended};
 pub use backend::{DecodeAttention, DeviceInfo};
 pub use backend_id::BackendId;
 pub use cache::{
@@ -78,6 +79,7 @@ pub use query_block::QueryBlock;
 pub use recent::Recent;
 pub use rotary::{Rotary, RotaryScaling, RotaryStyle, RotaryTable};
 pub use rows::{Rows, RowsMut};
+pub use score_modifiers::ScoreModifiers;
 pub use span_states::SpanStates;
 pub use state::AttnState;
 pub use step::{DecodeStep, KvMemory, KvSource, SpansStep, StepInputs, StepOutputs};

@@ -1,22 +1,14 @@
 //! The attention step to take: shapes, lengths and score modifiers, validated here, once.
 
 use crate::{
-    error::{Error, Given, Unsupported, refuse},
+    error::{Error, Unsupported, refuse},
     format::KvFormat,
     layout::{check_head_dim, check_kv_heads},
+    score_modifiers::ScoreModifiers,
     segments::{SPAN_TOKENS, num_spans},
 };
 
 pub use crate::layout::HEAD_DIMS;
-
-/// softmax_scale and static scales: their product with each other and with log2 e is a normal f32.
-pub(crate) const SCALES: std::ops::RangeInclusive<f32> = 1e-15..=1e15;
-
-/// Soft caps: the form `1 - exp2(-2s/cap)` loses up to `cap * 2^-23` of a score.
-const SOFTCAPS: std::ops::RangeInclusive<f32> = 1e-3..=1e3;
-
-/// Sinks: in base 2 they stay below 2^21, where f32 has fractions.
-const MAX_SINK: f32 = 1e6;
 
 /// Most tokens of a sequence, and most query tokens of one: positions and sums of weights are exact up to there (`docs/arithmetic.md`, section 9).
 pub const MAX_TOKENS: usize = 1 << 20;
@@ -107,20 +99,8 @@ pub struct Problem {
     /// Tokens of each sequence that follow the cached ones, in other shards of it; empty for none. Positions count them: query tokens are the last
     /// ones of cached and following tokens together.
     pub tokens_after: Vec<usize>,
-    /// The positive factor of q·k.
-    pub softmax_scale: f32,
-    /// Whether query token i sees only tokens up to `kv_len − q_len + i`.
-    pub causal: bool,
-    /// The soft cap: scaled scores become `cap·tanh(s/cap)`.
-    pub softcap: Option<f32>,
-    /// A token sees at most this many tokens before its own position; any number is allowed.
-    pub window_left: Option<usize>,
-    /// The ALiBi slope of each query head, which adds `slope·(t − position)` to the scaled score.
-    pub alibi_slopes: Option<Vec<f32>>,
-    /// The attention sink of each query head: a logit that takes part in the softmax and has no value. Log-sum-exps include it.
-    pub sinks: Option<Vec<f32>>,
-    /// How steps of integer formats are computed.
-    pub arithmetic: Arithmetic,
+    /// What changes scores, and how they are computed.
+    pub scores: ScoreModifiers,
 }
 
 impl Problem {
@@ -148,13 +128,7 @@ impl Problem {
             q_lens: vec![1; kv_lens.len()],
             kv_lens,
             tokens_after: Vec::new(),
-            softmax_scale: 1.0 / (heads.dim as f32).sqrt(),
-            causal: true,
-            softcap: None,
-            window_left: None,
-            alibi_slopes: None,
-            sinks: None,
-            arithmetic: Arithmetic::Exact,
+            scores: ScoreModifiers::default(),
         }
     }
 
@@ -189,38 +163,51 @@ impl Problem {
         self
     }
 
+    /// Sets all score modifiers.
+    #[must_use]
+    pub fn scores(mut self, scores: ScoreModifiers) -> Self {
+        self.scores = scores;
+        self
+    }
+
+    /// The positive factor of q·k.
+    #[must_use]
+    pub fn score_scale(&self) -> f32 {
+        self.scores.scale(self.head_dim)
+    }
+
     /// Sets the factor of q·k.
     #[must_use]
     pub fn softmax_scale(mut self, scale: f32) -> Self {
-        self.softmax_scale = scale;
+        self.scores.softmax_scale = Some(scale);
         self
     }
 
     /// Sets whether a query token sees only the tokens up to its own position.
     #[must_use]
     pub fn causal(mut self, causal: bool) -> Self {
-        self.causal = causal;
+        self.scores.causal = causal;
         self
     }
 
     /// Sets the soft cap of the scores.
     #[must_use]
     pub fn softcap(mut self, cap: f32) -> Self {
-        self.softcap = Some(cap);
+        self.scores.softcap = Some(cap);
         self
     }
 
     /// Sets the number of tokens before its own position that a token sees.
     #[must_use]
     pub fn window_left(mut self, tokens: usize) -> Self {
-        self.window_left = Some(tokens);
+        self.scores.window_left = Some(tokens);
         self
     }
 
     /// Sets the ALiBi slope of each query head.
     #[must_use]
     pub fn alibi_slopes(mut self, slopes: impl Into<Vec<f32>>) -> Self {
-        self.alibi_slopes = Some(slopes.into());
+        self.scores.alibi_slopes = Some(slopes.into());
         self
     }
 
@@ -241,7 +228,7 @@ impl Problem {
     /// ```
     #[must_use]
     pub fn sinks(mut self, sinks: impl Into<Vec<f32>>) -> Self {
-        self.sinks = Some(sinks.into());
+        self.scores.sinks = Some(sinks.into());
         self
     }
 
@@ -256,14 +243,16 @@ impl Problem {
     /// ```
     #[must_use]
     pub fn arithmetic(mut self, arithmetic: Arithmetic) -> Self {
-        self.arithmetic = arithmetic;
+        self.scores.arithmetic = arithmetic;
         self
     }
 
     /// Whether a backend may answer this step of a cache of the format by floats, where sums of integers fix every bit otherwise.
     #[must_use]
     pub fn may_use_floats(&self, format: KvFormat) -> bool {
-        self.arithmetic == Arithmetic::Fast && format.is_integer() && self.max_q_len() > FEW_TOKENS
+        self.scores.arithmetic == Arithmetic::Fast
+            && format.is_integer()
+            && self.max_q_len() > FEW_TOKENS
     }
 
     /// The numbers of heads and dims.
@@ -354,27 +343,7 @@ impl Problem {
                 "fewer than 2^61 elements, which a slice of f32 can hold; make the batch smaller",
             );
         }
-        if !SCALES.contains(&self.softmax_scale) {
-            return refuse(
-                "softmax_scale",
-                self.softmax_scale,
-                "1e-15 to 1e15; usually 1/sqrt(head_dim)",
-            );
-        }
-        if let Some(cap) = self.softcap.filter(|cap| !SOFTCAPS.contains(cap)) {
-            return refuse(
-                "softcap",
-                cap,
-                "0.001 to 1000, or none: a larger one changes no score that a model makes",
-            );
-        }
-        let is_slope = |s: f32| s == 0.0 || (1e-20..=1e3).contains(&s.abs());
-        let slopes = self.alibi_slopes.as_deref();
-        let allowed = "0, or a magnitude of 1e-20 to 1000";
-        self.check_per_head("alibi_slopes", slopes, is_slope, allowed)?;
-        let is_sink = |s: f32| s.abs() <= MAX_SINK;
-        let allowed = "a magnitude up to 1e6; -1e6 for a head without a sink";
-        self.check_per_head("sinks", self.sinks.as_deref(), is_sink, allowed)
+        self.scores.check(self.num_q_heads)
     }
 
     fn check_tokens_after(&self) -> Result<(), Error> {
@@ -410,33 +379,6 @@ impl Problem {
             format_args!("{spans} for a sequence of {longest} tokens"),
             "one for each 1024 tokens of the longest sequence, and one at least; at most 1024",
         )
-    }
-
-    /// Refuses another number of values than one for each query head, and values that are not allowed.
-    fn check_per_head(
-        &self,
-        what: &'static str,
-        values: Option<&[f32]>,
-        is_allowed: impl Fn(f32) -> bool,
-        allowed: &'static str,
-    ) -> Result<(), Error> {
-        let Some(values) = values else {
-            return Ok(());
-        };
-        if values.len() != self.num_q_heads {
-            return Err(Error::Length {
-                what,
-                given: values.len(),
-                needed: self.num_q_heads,
-            });
-        }
-        match values.iter().position(|x| !is_allowed(*x)) {
-            Some(head) => {
-                let given = format_args!("{} for query head {head}", Given::from(values[head]));
-                refuse(what, given, allowed)
-            }
-            None => Ok(()),
-        }
     }
 
     /// For backends that take whole sequences alone.
@@ -518,10 +460,10 @@ mod tests {
             p.check()
         };
         for scale in [1e-15, 1e15] {
-            with(&|p| p.softmax_scale = scale).unwrap();
+            with(&|p| p.scores.softmax_scale = Some(scale)).unwrap();
         }
         for scale in [0.0, 9e-16, 1.1e15, -1.0, f32::NAN, f32::INFINITY] {
-            let error = with(&|p| p.softmax_scale = scale).unwrap_err();
+            let error = with(&|p| p.scores.softmax_scale = Some(scale)).unwrap_err();
             assert!(matches!(
                 error,
                 Error::Parameter {
@@ -531,10 +473,10 @@ mod tests {
             ));
         }
         for cap in [1e-3, 1e3] {
-            with(&|p| p.softcap = Some(cap)).unwrap();
+            with(&|p| p.scores.softcap = Some(cap)).unwrap();
         }
         for cap in [9e-4, 1001.0, f32::NAN] {
-            let error = with(&|p| p.softcap = Some(cap)).unwrap_err();
+            let error = with(&|p| p.scores.softcap = Some(cap)).unwrap_err();
             assert!(matches!(
                 error,
                 Error::Parameter {
@@ -543,9 +485,9 @@ mod tests {
                 }
             ));
         }
-        with(&|p| p.alibi_slopes = Some(vec![0.0, -1e3])).unwrap();
+        with(&|p| p.scores.alibi_slopes = Some(vec![0.0, -1e3])).unwrap();
         for slopes in [vec![1.0], vec![1.0; 3]] {
-            let error = with(&|p| p.alibi_slopes = Some(slopes.clone())).unwrap_err();
+            let error = with(&|p| p.scores.alibi_slopes = Some(slopes.clone())).unwrap_err();
             assert!(matches!(
                 error,
                 Error::Length {
@@ -556,7 +498,7 @@ mod tests {
             ));
         }
         for slope in [1e-21, 1001.0, f32::NAN] {
-            let error = with(&|p| p.alibi_slopes = Some(vec![0.5, slope])).unwrap_err();
+            let error = with(&|p| p.scores.alibi_slopes = Some(vec![0.5, slope])).unwrap_err();
             assert!(matches!(
                 error,
                 Error::Parameter {

@@ -28,7 +28,7 @@ impl QueryBlock {
     pub fn seen_len(&self, problem: &Problem) -> usize {
         let kv_len = problem.kv_lens[self.sequence];
         let all = kv_len.saturating_add(problem.after(self.sequence));
-        match problem.causal {
+        match problem.scores.causal {
             true => all.saturating_sub(self.behind).min(kv_len),
             false => kv_len,
         }

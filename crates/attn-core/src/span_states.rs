@@ -208,7 +208,7 @@ impl SpanStates {
             let head = row % problem.num_q_heads;
             let scale = v_tensor_scales.get(head / problem.heads_per_kv());
             let end = RowEnd {
-                sink: problem.sinks.as_ref().map(|sinks| sinks[head]),
+                sink: problem.scores.sinks.as_ref().map(|sinks| sinks[head]),
                 v_tensor_scale: scale.copied().unwrap_or(1.0),
                 rotated: format.v.is_rotated(),
             };
@@ -314,7 +314,7 @@ mod tests {
                 ] {
                     for sinks in [None, Some(vec![0.5, -1e6])] {
                         let mut problem = problem();
-                        problem.sinks = sinks.clone();
+                        problem.scores.sinks = sinks.clone();
                         let (mut out, mut lse) = ([held; 128], [held; 2]);
                         let outputs = (&mut out[..], &mut lse[..]);
                         SpanStates::finish(&shards, &problem, format, scales, outputs).unwrap();

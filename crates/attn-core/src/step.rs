@@ -357,7 +357,7 @@ fn check_length(what: &'static str, given: usize, needed: usize) -> Result<(), E
 /// Refuses queries that are not finite or exceed the arithmetic's range.
 fn check_queries(problem: &Problem, q: WideRows<'_>, k_tensor_scales: &[f32]) -> Result<(), Error> {
     let scale =
-        problem.softmax_scale * LOG2_E * k_tensor_scales.iter().copied().fold(1.0, f32::max);
+        problem.score_scale() * LOG2_E * k_tensor_scales.iter().copied().fold(1.0, f32::max);
     // Valid queries take one pass; NaN and infinity are beyond any range.
     let Some((at, x)) = first_of(q, |x| !((x * scale).abs() <= 1.844_674_4e19)) else {
         return Ok(());

@@ -5,8 +5,9 @@ use half::{bf16, f16};
 use crate::{
     error::{Error, Given, refuse},
     format::{BF16_MAX, KvFormat, Scheme},
-    problem::{Problem, SCALES},
+    problem::Problem,
     quant::Param,
+    score_modifiers::SCALES,
 };
 
 /// The rows of K or V: `head_dim` codes side by side per (sequence, KV head, token), and their f16 scales.

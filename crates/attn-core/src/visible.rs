@@ -23,7 +23,7 @@ impl Problem {
     pub(crate) fn first_seen(&self, q_len: usize, kv_len: usize) -> usize {
         let position = kv_len.saturating_sub(q_len);
         let seen = |window| position.saturating_sub(window);
-        self.window_left.map_or(0, seen)
+        self.scores.window_left.map_or(0, seen)
     }
 
     /// For backends: the first token of the first tile of which any of the last `q_len` tokens, at least one, of a sequence of `kv_len` sees some token.
@@ -35,7 +35,7 @@ impl Problem {
     /// For backends: the first token of the first tile that they read with residuals.
     #[must_use]
     pub fn first_residual_read(&self, format: KvFormat, q_len: usize, kv_len: usize) -> usize {
-        let rows = if self.causal { q_len } else { 1 };
+        let rows = if self.scores.causal { q_len } else { 1 };
         let fine = format.first_residual_token(kv_len.saturating_sub(rows));
         fine.max(self.first_seen_tile(q_len, kv_len))
     }
@@ -50,12 +50,13 @@ impl Problem {
         let signed = |x: usize| x.min(1 << 30) as isize;
         let len = signed(self.kv_lens[b]);
         let position = self.position(b, i);
-        let end = if self.causal {
+        let end = if self.scores.causal {
             (position + 1).clamp(0, len)
         } else {
             len
         };
         let start = self
+            .scores
             .window_left
             .map_or(0, |w| (position - signed(w)).clamp(0, end));
         start as usize..end as usize
@@ -79,11 +80,11 @@ mod tests {
         )
         .q_len(4);
         for (window, seen) in [(0, 6..7), (2, 4..7), (6, 0..7), (usize::MAX >> 1, 0..7)] {
-            p.window_left = Some(window);
+            p.scores.window_left = Some(window);
             assert_eq!(p.visible(0, 0), seen, "{window}");
         }
         for window in [usize::MAX, isize::MAX as usize, isize::MAX as usize + 1] {
-            p.window_left = Some(window);
+            p.scores.window_left = Some(window);
             assert_eq!(p.visible(0, 3), 0..10);
             // The first two query tokens stand before the sequence.
             assert_eq!([p.visible(1, 0), p.visible(1, 2)], [0..0, 0..1]);

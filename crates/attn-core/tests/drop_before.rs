@@ -220,7 +220,7 @@ fn step(
     causal: bool,
 ) -> Result<(), Error> {
     let mut problem = Problem::new(HEADS, [512; 2]).q_lens(q_lens).causal(causal);
-    problem.window_left = window;
+    problem.scores.window_left = window;
     let plan = Plan::new("test", &problem, cache.config().format, ())?;
     let rows = problem.elements();
     let (q, mut out) = (vec![1.0; rows], vec![0.0; rows]);

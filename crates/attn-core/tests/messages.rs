@@ -120,19 +120,22 @@ fn problems() -> Vec<Refusal> {
             "more tokens that follow than a sequence has",
             with(|p| p.tokens_after = vec![0, 1 << 20]),
         ),
-        ("a softmax scale of 1e30", with(|p| p.softmax_scale = 1e30)),
-        ("a soft cap of 0", with(|p| p.softcap = Some(0.0))),
+        (
+            "a softmax scale of 1e30",
+            with(|p| p.scores.softmax_scale = Some(1e30)),
+        ),
+        ("a soft cap of 0", with(|p| p.scores.softcap = Some(0.0))),
         (
             "a slope of infinity",
-            with(|p| p.alibi_slopes = Some(vec![0.5, f32::INFINITY])),
+            with(|p| p.scores.alibi_slopes = Some(vec![0.5, f32::INFINITY])),
         ),
         (
             "a sink of NaN",
-            with(|p| p.sinks = Some(vec![f32::NAN, 0.0])),
+            with(|p| p.scores.sinks = Some(vec![f32::NAN, 0.0])),
         ),
         (
             "a slope for each KV head",
-            with(|p| p.alibi_slopes = Some(vec![0.5])),
+            with(|p| p.scores.alibi_slopes = Some(vec![0.5])),
         ),
         (
             "a shard that ends inside a span",

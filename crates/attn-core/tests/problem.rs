@@ -58,8 +58,11 @@ fn shards_are_of_sequences_that_there_may_be() {
 #[test]
 fn a_new_problem_is_causal_decode_of_one_token() {
     let p = problem();
-    assert_eq!((p.max_q_len(), p.causal, p.softmax_scale), (1, true, 0.125));
-    assert_eq!((p.softcap, p.window_left), (None, None));
+    assert_eq!(
+        (p.max_q_len(), p.scores.causal, p.score_scale()),
+        (1, true, 0.125)
+    );
+    assert_eq!((p.scores.softcap, p.scores.window_left), (None, None));
     assert_eq!((p.batch(), p.heads_per_kv(), p.rows()), (2, 2, 8));
     assert_eq!(p.elements(), 512);
     assert_eq!(refused(&p), None);
@@ -201,14 +204,14 @@ fn masks_leave_the_tokens_that_the_law_names() {
     assert_eq!(seen(&p, 0), [0..7, 0..8, 0..9, 0..10]);
     // Two of them stand before a sequence of 2.
     assert_eq!(seen(&p, 1), [0..0, 0..0, 0..1, 0..2]);
-    p.window_left = Some(3);
+    p.scores.window_left = Some(3);
     assert_eq!(seen(&p, 0), [3..7, 4..8, 5..9, 6..10]);
     assert_eq!(seen(&p, 1), [0..0, 0..0, 0..1, 0..2]);
-    p.window_left = Some(0);
+    p.scores.window_left = Some(0);
     assert_eq!(seen(&p, 0), [6..7, 7..8, 8..9, 9..10]);
-    p.causal = false;
+    p.scores.causal = false;
     assert_eq!(seen(&p, 0), [6..10, 7..10, 8..10, 9..10]);
-    p.window_left = None;
+    p.scores.window_left = None;
     assert_eq!(seen(&p, 0), [0..10, 0..10, 0..10, 0..10]);
     // A window of 2^20 reaches over the longest sequence.
     p = Problem::new(
@@ -219,8 +222,8 @@ fn masks_leave_the_tokens_that_the_law_names() {
         },
         vec![1 << 20],
     );
-    p.window_left = Some((1 << 20) - 2);
+    p.scores.window_left = Some((1 << 20) - 2);
     assert_eq!(p.visible(0, 0), 1..1 << 20);
-    p.window_left = Some((1 << 20) - 1);
+    p.scores.window_left = Some((1 << 20) - 1);
     assert_eq!(p.visible(0, 0), 0..1 << 20);
 }

@@ -262,6 +262,6 @@ fn trusted_values_do_not_make_a_problem_or_a_number_of_scales_right() {
     assert!(made(&problem, &whole));
     assert!(!made(&problem, &whole[1..]));
     assert!(!made(&problem, &[1.0, f32::NAN, 1.0]));
-    problem.softmax_scale = f32::NAN;
+    problem.scores.softmax_scale = Some(f32::NAN);
     assert!(!made(&problem, &whole));
 }

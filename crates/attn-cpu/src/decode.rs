@@ -311,7 +311,7 @@ fn write_rows(
         };
         let end = RowEnd {
             v_tensor_scale: v_scale(step, g),
-            sink: problem.sinks.as_ref().map(|sinks| sinks[q_head]),
+            sink: problem.scores.sinks.as_ref().map(|sinks| sinks[q_head]),
             rotated,
         };
         *lse = epilogue(&states, end, out);
@@ -412,7 +412,7 @@ fn load_queries<S: Simd, const INTEGER: bool>(
     let (dim, per) = (problem.head_dim, problem.heads_per_kv());
     let count = split.block.tokens * per;
     rows.reserve(count, dim, format.v.groups(dim));
-    let c = (problem.softmax_scale * LOG2_E) * inputs.reader.tensor_scales[0];
+    let c = (problem.score_scale() * LOG2_E) * inputs.reader.tensor_scales[0];
     let out = &mut rows.q.as_mut_slice()[..count * dim];
     for (i, out) in out.chunks_exact_mut(dim).enumerate() {
         let row = step

@@ -43,7 +43,7 @@ impl<'a> QueryRow<'a> {
         q: &[f32],
         reader: &Reader<'_>,
     ) -> Self {
-        let c = (problem.softmax_scale * LOG2_E) * reader.tensor_scales[0];
+        let c = (problem.score_scale() * LOG2_E) * reader.tensor_scales[0];
         let mut q: Vec<f32> = q.iter().map(|x| x * c).collect();
         if reader.scheme(Side::K).is_rotated() {
             rotate_back(&mut q);
@@ -65,7 +65,7 @@ impl<'a> QueryRow<'a> {
     fn position(&self) -> i32 {
         let p = self.problem;
         let last = p.q_lens[self.sequence] - 1;
-        let i = if p.causal { self.i } else { last };
+        let i = if p.scores.causal { self.i } else { last };
         p.position(self.sequence, i) as i32
     }
 
@@ -77,10 +77,10 @@ impl<'a> QueryRow<'a> {
 
     /// Soft cap and ALiBi on a base-2 score of token `t`.
     pub fn modify(&self, mut s: f32, t: usize) -> f32 {
-        if let Some(cap) = self.problem.softcap {
+        if let Some(cap) = self.problem.scores.softcap {
             s = softcap(s, 2.0 / cap, cap * LOG2_E);
         }
-        if let Some(slopes) = &self.problem.alibi_slopes {
+        if let Some(slopes) = &self.problem.scores.alibi_slopes {
             let position = self.problem.position(self.sequence, self.i) as i32;
             s += (slopes[self.q_head] * LOG2_E) * (t as i32 - position) as f32;
         }
@@ -100,7 +100,12 @@ pub(crate) fn attend(
         .reduce(merged)
         .unwrap_or_else(|| State::empty(row.q.len()));
     let end = RowEnd {
-        sink: row.problem.sinks.as_ref().map(|sinks| sinks[row.q_head]),
+        sink: row
+            .problem
+            .scores
+            .sinks
+            .as_ref()
+            .map(|sinks| sinks[row.q_head]),
         v_tensor_scale: reader.tensor_scales[1],
         rotated: reader.scheme(Side::V).is_rotated(),
     };

@@ -68,7 +68,7 @@ impl<'a> SplitInputs<'a> {
             kv_len: problem.kv_lens[b],
             queries,
             seen,
-            softcap: problem.softcap.map(|cap| [2.0 / cap, cap * LOG2_E]),
+            softcap: problem.scores.softcap.map(|cap| [2.0 / cap, cap * LOG2_E]),
             windows: [format.k, format.v].map(|scheme| scheme.window().tiles()),
         })
     }
@@ -114,7 +114,7 @@ impl<'a> SplitInputs<'a> {
         let (windows, problem, b) = (self.windows, self.problem, self.split.block.sequence);
         let t0 = tile.t0 / TILE;
         let fine = move |i: usize| {
-            let i = match problem.causal {
+            let i = match problem.scores.causal {
                 true => i,
                 false => problem.q_lens[b] - 1,
             };
@@ -158,7 +158,7 @@ impl<'a> SplitInputs<'a> {
         let (b, first) = (self.split.block.sequence, self.queries.start);
         move |row| Modifiers {
             softcap,
-            alibi: problem.alibi_slopes.as_ref().map(|slopes| {
+            alibi: problem.scores.alibi_slopes.as_ref().map(|slopes| {
                 let position = problem.position(b, first + row / per) as i32;
                 (
                     slopes[first_head + row % per] * LOG2_E,

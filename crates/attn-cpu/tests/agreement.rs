@@ -124,14 +124,18 @@ fn masks_caps_and_slopes_have_the_references_bits() {
         vec![3, 300],
     );
     problem.q_lens = vec![3; problem.batch()];
-    problem.alibi_slopes = Some(vec![0.5, 0.25, 0.125, 0.0]);
+    problem.scores.alibi_slopes = Some(vec![0.5, 0.25, 0.125, 0.0]);
     let (q, sequences) = (noise(9, problem.elements()), sequences(&problem));
     for (causal, window, cap) in [
         (true, Some(70), None),
         (true, Some(0), Some(5.0)),
         (false, None, Some(50.0)),
     ] {
-        (problem.causal, problem.window_left, problem.softcap) = (causal, window, cap);
+        (
+            problem.scores.causal,
+            problem.scores.window_left,
+            problem.scores.softcap,
+        ) = (causal, window, cap);
         for name in ["int8", "int4", "bf16"] {
             agree_on(&problem, format(name), &q, &sequences);
         }
@@ -288,7 +292,7 @@ fn query_tokens_on_both_sides_of_a_tile_read_residuals_each_by_its_own_position(
         let (q, sequences) = (noise(9, problem.elements()), sequences(&problem));
         for name in ["int4", "int8/int4", "int4-w4/int4", "int4/int4-g1"] {
             for causal in [true, false] {
-                problem.causal = causal;
+                problem.scores.causal = causal;
                 agree_on(&problem, format(name), &q, &sequences);
             }
         }

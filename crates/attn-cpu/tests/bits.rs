@@ -196,20 +196,20 @@ fn bits_equal_reference_for_every_mask_and_number_of_rows() {
                 vec![3, 200, 577],
             );
             problem.q_lens = vec![q_len; problem.batch()];
-            problem.causal = variant % 2 == 0;
+            problem.scores.causal = variant % 2 == 0;
             if variant == 2 || variant == 3 {
-                problem.window_left = Some(if variant == 2 { 70 } else { 5 });
+                problem.scores.window_left = Some(if variant == 2 { 70 } else { 5 });
             }
             if variant >= 3 {
-                problem.softcap = Some(3.5);
+                problem.scores.softcap = Some(3.5);
             }
             if variant >= 4 {
-                problem.alibi_slopes =
+                problem.scores.alibi_slopes =
                     Some((0..q_heads).map(|h| 0.5f32.powi(h as i32 % 7)).collect());
             }
             if variant % 2 == 1 {
                 let sink = |h| [0.5, -1e6, 4.0, 90.0][h % 4];
-                problem.sinks = Some((0..q_heads).map(sink).collect());
+                problem.scores.sinks = Some((0..q_heads).map(sink).collect());
             }
             let inputs = inputs(&problem);
             for format in formats() {
@@ -242,7 +242,7 @@ fn bits_equal_reference_on_long_sequences_and_far_maxima() {
             },
             vec![len],
         );
-        problem.softmax_scale = 3.0;
+        problem.scores.softmax_scale = Some(3.0);
         let inputs = inputs(&problem);
         for format in [KvFormat::INT8, KvFormat::INT4, KvFormat::same(Scheme::F16)] {
             let cache = cached(&problem, format, 64, &inputs);

@@ -126,7 +126,7 @@ impl Case {
             let all = self.problem.kv_lens.iter().zip(&ranges);
             problem.tokens_after = all.map(|(len, range)| len - range.end).collect();
             // Sinks belong to the end.
-            problem.sinks = None;
+            problem.scores.sinks = None;
             let cache = self.cache(backend, |len| self.range(shard, len))?;
             let plan = backend.plan(&problem, self.format)?;
             attend(&SpansStep::new(&plan, &q, KvSource::Cache(&cache))?)
@@ -175,12 +175,12 @@ fn cases() -> Vec<Case> {
         all.push(Case::new(format, &[2049, 2113], &[1, 2], &[2048]));
         let mut masked = Case::new(format, &[3100, 1300], &[40, 5], &[1024, 1024, 3072]);
         let problem = &mut masked.problem;
-        (problem.window_left, problem.softcap) = (Some(900), Some(20.0));
-        problem.alibi_slopes = Some(vec![0.01, 0.0, -0.02, 0.3, 0.5, 0.001]);
-        problem.sinks = Some(vec![0.5, -2.0, 6.0, 0.0, 3.0, -1e6]);
+        (problem.scores.window_left, problem.scores.softcap) = (Some(900), Some(20.0));
+        problem.scores.alibi_slopes = Some(vec![0.01, 0.0, -0.02, 0.3, 0.5, 0.001]);
+        problem.scores.sinks = Some(vec![0.5, -2.0, 6.0, 0.0, 3.0, -1e6]);
         all.push(masked);
         let mut not_causal = Case::new(format, &[2090, 900], &[5, 2], &[2048]);
-        not_causal.problem.causal = false;
+        not_causal.problem.scores.causal = false;
         all.push(not_causal);
     }
     all

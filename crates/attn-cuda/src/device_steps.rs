@@ -205,7 +205,7 @@ impl DeviceSteps for CudaSteps {
         planned.kv_lens = vec![spans * SPAN_TOKENS; problem.batch()];
         // Read on the device, or by the merge; others need no other plan.
         planned.tokens_after.clear();
-        planned.sinks = None;
+        planned.scores.sinks = None;
         let plan = self.plan(PlanKind::Spans, attended, planned)?;
         self.launch(attended, &plan, &rows, call.stream())
     }
@@ -319,9 +319,13 @@ impl CudaSteps {
         };
         let lens = ints("kv_len", &problem.kv_lens)?;
         let after = ints("tokens_after", &problem.tokens_after)?;
-        let slopes = alibi_slopes_log2(problem.alibi_slopes.as_deref().unwrap_or(&[]));
+        let slopes = alibi_slopes_log2(problem.scores.alibi_slopes.as_deref().unwrap_or(&[]));
         // Sinks of shards belong to the merge.
-        let sinks = problem.sinks.as_deref().filter(|_| rows.states.is_none());
+        let sinks = problem
+            .scores
+            .sinks
+            .as_deref()
+            .filter(|_| rows.states.is_none());
         let sinks = sinks.unwrap_or(&[]);
         let mut lists = Lists::default();
         let at = [

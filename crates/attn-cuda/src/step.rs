@@ -45,8 +45,8 @@ impl Inputs {
         let lens = lens
             .map(|&len| sizes::int("kv_len", len))
             .collect::<Result<_, _>>()?;
-        let slopes = alibi_slopes_log2(problem.alibi_slopes.as_deref().unwrap_or(&[]));
-        let sinks = problem.sinks.clone().unwrap_or_default();
+        let slopes = alibi_slopes_log2(problem.scores.alibi_slopes.as_deref().unwrap_or(&[]));
+        let sinks = problem.scores.sinks.clone().unwrap_or_default();
         let (mut import, mut imported_bytes, mut slots) = (None, 0, 0);
         let tables = match step.kv().memory() {
             KvMemory::Pages(layer, table) => {

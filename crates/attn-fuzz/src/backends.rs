@@ -136,9 +136,9 @@ pub fn problem(draw: &mut Draw<'_, '_>, heads: usize, dim: usize, lens: &[usize]
     if draw.once_in(8) {
         problem.q_lens = lens.iter().map(|_| draw.range(0..=40)).collect();
     }
-    problem.causal = !draw.once_in(4);
+    problem.scores.causal = !draw.once_in(4);
     if draw.once_in(4) {
-        problem.softcap = Some(draw.pick(&[1e-3, 0.5, 30.0, 1000.0]));
+        problem.scores.softcap = Some(draw.pick(&[1e-3, 0.5, 30.0, 1000.0]));
     }
     if draw.once_in(3) {
         let window = [
@@ -152,20 +152,20 @@ pub fn problem(draw: &mut Draw<'_, '_>, heads: usize, dim: usize, lens: &[usize]
             usize::MAX - 1,
             usize::MAX,
         ];
-        problem.window_left = Some(draw.pick(&window));
+        problem.scores.window_left = Some(draw.pick(&window));
     }
     if draw.once_in(4) {
         let slopes = [0.0, -0.5, 0.01, 1.0, 1e-20, 1000.0, -1000.0];
         let slopes = (0..problem.num_q_heads).map(|_| draw.pick(&slopes));
-        problem.alibi_slopes = Some(slopes.collect());
+        problem.scores.alibi_slopes = Some(slopes.collect());
     }
     if draw.once_in(4) {
         let sinks = [0.0, -1e6, -2.5, 1e-40, 0.5, 7.0, 1e4, 1e6];
         let sinks = (0..problem.num_q_heads).map(|_| draw.pick(&sinks));
-        problem.sinks = Some(sinks.collect());
+        problem.scores.sinks = Some(sinks.collect());
     }
     if draw.once_in(8) {
-        problem.softmax_scale = draw.pick(&[1e-15, 1e-6, 1.0, 1e6, 1e15]);
+        problem.scores.softmax_scale = Some(draw.pick(&[1e-15, 1e-6, 1.0, 1e6, 1e15]));
     }
     problem
 }

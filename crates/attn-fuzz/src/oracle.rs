@@ -99,7 +99,7 @@ struct Attended<'a> {
 impl Attended<'_> {
     /// The numbers of token `t` that the row reads: a slice of one of [`Numbers`]' fields.
     fn token<'b>(&self, side: &'b Side, t: usize) -> (&'b Numbers, std::ops::Range<usize>) {
-        let position = match self.problem.causal {
+        let position = match self.problem.scores.causal {
             true => self.position.max(0.0) as usize,
             false => self.len - 1,
         };
@@ -116,40 +116,47 @@ impl Attended<'_> {
             let (numbers, at) = self.token(k, t);
             let row = &numbers.stored[at];
             key = key.max(largest(row));
-            let scale = f64::from(problem.softmax_scale);
+            let scale = f64::from(problem.score_scale());
             let products = query.x.iter().zip(row).map(|(q, k)| q * k * scale);
             let sum: f64 = products.clone().map(f64::abs).sum();
             size = size.max(sum);
             let before = self.position - t as f64;
-            let in_window = problem.window_left.is_none_or(|w| before <= w as f64);
-            if (problem.causal && before < 0.0) || !in_window {
+            let in_window = problem
+                .scores
+                .window_left
+                .is_none_or(|w| before <= w as f64);
+            if (problem.scores.causal && before < 0.0) || !in_window {
                 continue;
             }
             let mut score: f64 = products.sum();
-            if let Some(cap) = problem.softcap {
+            if let Some(cap) = problem.scores.softcap {
                 score = f64::from(cap) * (score / f64::from(cap)).tanh();
             }
-            if let Some(slopes) = &problem.alibi_slopes {
+            if let Some(slopes) = &problem.scores.alibi_slopes {
                 let bias = f64::from(slopes[h]) * -before;
                 size = size.max(sum + bias.abs());
                 score += bias;
             }
             seen.push(Seen { t, score });
         }
-        let sink = problem.sinks.as_ref().map(|sinks| f64::from(sinks[h]));
+        let sink = problem
+            .scores
+            .sinks
+            .as_ref()
+            .map(|sinks| f64::from(sinks[h]));
         let logits = || seen.iter().map(|s| s.score).chain(sink);
         let max = logits().fold(f64::NEG_INFINITY, f64::max);
         let sum: f64 = logits().map(|s| (s - max).exp()).sum();
         // A sink's base-2 logit has steps as a score has; they show where its weight does.
         let shown = sink.filter(|sink| max - sink < 100.0);
         size = shown.map_or(size, |sink| size.max(sink.abs()));
-        let scale = f64::from(problem.softmax_scale);
+        let scale = f64::from(problem.score_scale());
         // As large as the products of any element of the query and any of K could be.
         let most = largest(&query.x) * key * problem.head_dim as f64 * scale;
         let score_bound = size * 4e-6
             + most * 2f64.powi(-21)
             + query.ties * key * scale
-            + problem.softcap.map_or(0.0, f64::from) * 1e-6;
+            + problem.scores.softcap.map_or(0.0, f64::from) * 1e-6;
         // exp2w errs by 7.5e-5, and each weight's share of the sum is rounded to 2^-22.
         let weight_bound = match self.integer {
             true => 2e-4 + seen.len() as f64 * 2f64.powi(-21),

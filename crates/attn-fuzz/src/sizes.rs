@@ -62,13 +62,13 @@ fn drawn_problem(draw: &mut Draw<'_, '_>) -> Problem {
         .collect();
     let mut problem = Problem::new(Heads { q: heads, kv, dim }, lens);
     problem.q_lens = vec![either(draw, &[0, 1, 2, 16, 1 << 20]); problem.batch()];
-    problem.causal = draw.once_in(2);
-    problem.window_left = draw.once_in(2).then(|| draw.size());
+    problem.scores.causal = draw.once_in(2);
+    problem.scores.window_left = draw.once_in(2).then(|| draw.size());
     if draw.once_in(4) {
-        problem.softcap = Some(draw.float());
+        problem.scores.softcap = Some(draw.float());
     }
     if draw.once_in(4) {
-        problem.softmax_scale = draw.float();
+        problem.scores.softmax_scale = Some(draw.float());
     }
     if draw.once_in(4) {
         let slopes = if draw.once_in(3) {
@@ -76,7 +76,7 @@ fn drawn_problem(draw: &mut Draw<'_, '_>) -> Problem {
         } else {
             heads.min(1 << 16)
         };
-        problem.alibi_slopes = Some(vec![draw.float(); slopes]);
+        problem.scores.alibi_slopes = Some(vec![draw.float(); slopes]);
     }
     if draw.once_in(4) {
         let sinks = if draw.once_in(3) {
@@ -84,7 +84,7 @@ fn drawn_problem(draw: &mut Draw<'_, '_>) -> Problem {
         } else {
             heads.min(1 << 16)
         };
-        problem.sinks = Some(vec![draw.float(); sinks]);
+        problem.scores.sinks = Some(vec![draw.float(); sinks]);
     }
     problem
 }
@@ -113,12 +113,16 @@ fn problem_can_be(p: &Problem) -> bool {
         && p.q_lens.iter().all(|len| *len <= 1 << 20)
         && p.kv_lens.iter().all(|len| *len <= 1 << 20)
         && elements.saturating_mul(4) <= isize::MAX as u128
-        && (1e-15..=1e15).contains(&p.softmax_scale)
-        && p.softcap.is_none_or(|cap| (1e-3..=1e3).contains(&cap))
-        && p.alibi_slopes
+        && (1e-15..=1e15).contains(&p.score_scale())
+        && p.scores
+            .softcap
+            .is_none_or(|cap| (1e-3..=1e3).contains(&cap))
+        && p.scores
+            .alibi_slopes
             .as_ref()
             .is_none_or(|slopes| slopes.len() == p.num_q_heads && slopes.iter().all(slope))
-        && p.sinks
+        && p.scores
+            .sinks
             .as_ref()
             .is_none_or(|sinks| sinks.len() == p.num_q_heads && sinks.iter().all(sink))
 }
@@ -181,12 +185,13 @@ fn problem(draw: &mut Draw<'_, '_>) -> Result<(), String> {
 fn visible(p: &Problem, b: usize, i: usize) -> std::ops::Range<usize> {
     let (len, i) = (p.kv_lens[b] as i128, i as i128);
     let position = len - p.q_lens[b] as i128 + i;
-    let end = if p.causal {
+    let end = if p.scores.causal {
         (position + 1).clamp(0, len)
     } else {
         len
     };
     let start = p
+        .scores
         .window_left
         .map_or(0, |w| (position - w as i128).clamp(0, end));
     start as usize..end as usize

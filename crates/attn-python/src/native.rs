@@ -63,7 +63,7 @@ impl Plan {
         };
         let lens = vec![options.max_kv_len; options.q_lens.len()];
         let problem = Problem::new(heads, lens).q_lens(options.q_lens);
-        let problem = problem.scores(&options.modifiers.into());
+        let problem = problem.scores(options.modifiers.into());
         let config = CacheConfig::builder(format, heads)
             .page_size(options.page_size)
             .build();
@@ -145,7 +145,7 @@ impl Plan {
                 .into_iter()
                 .flat_map(i32::to_ne_bytes)
         });
-        let slopes = alibi_slopes_log2(self.problem.alibi_slopes.as_deref().unwrap_or(&[]));
+        let slopes = alibi_slopes_log2(self.problem.scores.alibi_slopes.as_deref().unwrap_or(&[]));
         let slopes: Vec<u8> = slopes
             .iter()
             .flat_map(|slope| slope.to_ne_bytes())

@@ -21,15 +21,18 @@ use crate::{
 
 /// The parameters that follow from the problem alone.
 fn problem_params(problem: &Problem) -> DecodeParams {
-    let softcap = problem.softcap.unwrap_or(1.0);
+    let softcap = problem.scores.softcap.unwrap_or(1.0);
     DecodeParams {
         num_q_heads: problem.num_q_heads as u32,
         num_kv_heads: problem.num_kv_heads as u32,
         heads_per_kv: problem.heads_per_kv() as u32,
-        causal: u32::from(problem.causal),
+        causal: u32::from(problem.scores.causal),
         // A window longer than any sequence hides nothing.
-        window_left: problem.window_left.map_or(-1, |w| w.min(1 << 30) as i32),
-        log2_scale: problem.softmax_scale * LOG2_E,
+        window_left: problem
+            .scores
+            .window_left
+            .map_or(-1, |w| w.min(1 << 30) as i32),
+        log2_scale: problem.score_scale() * LOG2_E,
         softcap_inner: 2.0 / softcap,
         softcap_outer: softcap * LOG2_E,
         round_up: ROUND,
@@ -182,7 +185,7 @@ impl Tables {
         let slots = source.residual_slots;
         for (n, block) in blocks.iter().enumerate() {
             let b = block.sequence;
-            let (kv_len, behind) = match problem.causal {
+            let (kv_len, behind) = match problem.scores.causal {
                 true => (block.seen_len(problem), 0),
                 false => (problem.kv_lens[b], block.behind),
             };
@@ -211,10 +214,10 @@ impl Tables {
             words.push(scale(source.k_tensor_scales, g));
             words.push(scale(source.v_tensor_scales, g));
         }
-        let slopes = problem.alibi_slopes.iter().flatten();
+        let slopes = problem.scores.alibi_slopes.iter().flatten();
         words.extend(slopes.map(|slope| (slope * LOG2_E).to_bits()));
-        let sinks_at = problem.sinks.as_ref().map_or(0, |_| words.len());
-        let sinks = problem.sinks.iter().flatten();
+        let sinks_at = problem.scores.sinks.as_ref().map_or(0, |_| words.len());
+        let sinks = problem.scores.sinks.iter().flatten();
         words.extend(sinks.flat_map(|sink| sink_state(*sink)).map(f32::to_bits));
         Tables {
             words,
@@ -263,8 +266,8 @@ fn check_sizes(
             format!("{most} workgroups per dimension; attend fewer at once"),
         ));
     }
-    let slopes = problem.alibi_slopes.as_ref().map_or(0, Vec::len);
-    let sinks = problem.sinks.as_ref().map_or(0, Vec::len);
+    let slopes = problem.scores.alibi_slopes.as_ref().map_or(0, Vec::len);
+    let sinks = problem.scores.sinks.as_ref().map_or(0, Vec::len);
     let lists = source.lists.iter().map(Vec::len);
     let words = [
         splits.saturating_mul(8),
@@ -568,7 +571,7 @@ mod tests {
             (Some(1 << 63), 1 << 30),
             (Some(usize::MAX), 1 << 30),
         ] {
-            problem.window_left = window;
+            problem.scores.window_left = window;
             assert_eq!(problem_params(&problem).window_left, passed);
             let first = match passed {
                 -1 => 0,

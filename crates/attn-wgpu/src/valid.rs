@@ -92,8 +92,8 @@ fn each_specialisation(mut each: impl FnMut(&str, &str)) {
                 vec![1],
             );
             if rows == 2 {
-                problem.softcap = Some(1.0);
-                problem.alibi_slopes = Some(vec![1.0; 2]);
+                problem.scores.softcap = Some(1.0);
+                problem.scores.alibi_slopes = Some(vec![1.0; 2]);
             }
             each_decode(&problem, format, page_size, pools, &mut each);
         }

@@ -217,9 +217,9 @@ impl Instance {
             head_dim: problem.head_dim,
             layout,
             config,
-            score_mods: problem.window_left.is_some()
-                || problem.softcap.is_some()
-                || problem.alibi_slopes.is_some(),
+            score_mods: problem.scores.window_left.is_some()
+                || problem.scores.softcap.is_some()
+                || problem.scores.alibi_slopes.is_some(),
             spans: false,
         }
     }

@@ -165,8 +165,8 @@ pub fn decode_key(
         head_dim: problem.head_dim,
         page_size: layout.page_size,
         rows: rows.next_power_of_two().min(tuning.most_rows()),
-        softcap: problem.softcap.is_some(),
-        alibi: problem.alibi_slopes.is_some(),
+        softcap: problem.scores.softcap.is_some(),
+        alibi: problem.scores.alibi_slopes.is_some(),
         pools: layout.pools,
         view: layout.view,
         split: Split::Segment,
@@ -243,7 +243,7 @@ mod tests {
             },
             vec![1],
         );
-        (problem.softcap, problem.alibi_slopes) = (Some(1.0), Some(vec![1.0; 64]));
+        (problem.scores.softcap, problem.scores.alibi_slopes) = (Some(1.0), Some(vec![1.0; 64]));
         let mut longest = 0;
         for format in ["int4-g1", "int8-g32/int4-g8", "int4", "int4-r8-w4"] {
             let layout = KvLayout {

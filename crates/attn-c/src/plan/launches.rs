@@ -81,11 +81,11 @@ impl Plan {
                 true => given("query_blocks", buffers.query_blocks)?,
                 false => DeviceAddress::NULL,
             },
-            alibi_slopes: match self.problem.alibi_slopes {
+            alibi_slopes: match self.problem.scores.alibi_slopes {
                 Some(_) => given("alibi_slopes", buffers.alibi_slopes)?,
                 None => DeviceAddress::NULL,
             },
-            sinks: match self.problem.sinks {
+            sinks: match self.problem.scores.sinks {
                 Some(_) => given("sinks", buffers.sinks)?,
                 None => DeviceAddress::NULL,
             },

@@ -70,9 +70,9 @@ impl CustomArgs {
                 vec![self.ctx; self.batch],
             );
             problem.q_lens = vec![self.q_len; problem.batch()];
-            problem.causal = !self.not_causal;
+            problem.scores.causal = !self.not_causal;
             if self.fast {
-                problem.arithmetic = Arithmetic::Fast;
+                problem.scores.arithmetic = Arithmetic::Fast;
             }
             Ok(Workload::custom(problem, format, self.page_size)?)
         };

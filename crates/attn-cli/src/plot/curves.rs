@@ -29,7 +29,7 @@ pub(super) fn plain(row: &Row) -> bool {
 }
 
 fn is_fast(row: &Row) -> bool {
-    row.workload.problem.arithmetic == Arithmetic::Fast
+    row.workload.problem.scores.arithmetic == Arithmetic::Fast
 }
 
 /// Gathers points into curves: `of` names a row's curve and its point.
@@ -58,7 +58,7 @@ fn curves(
                 label,
                 format: row.workload.format,
                 stroke: row.device
-                    + UNMASKED * usize::from(!row.workload.problem.causal)
+                    + UNMASKED * usize::from(!row.workload.problem.scores.causal)
                     + FAST * usize::from(is_fast(row)),
                 points: vec![point],
             }),
@@ -104,7 +104,11 @@ pub(super) fn prompts(devices: &[String], rows: &[Row]) -> Vec<Curve> {
         let figures = row.outcome.as_ref().ok()?;
         let is_whole = row.workload.family == "prefill" && problem.q_lens == problem.kv_lens;
         let fast = if is_fast(row) { ", fast" } else { "" };
-        let mask = if problem.causal { "" } else { ", no mask" };
+        let mask = if problem.scores.causal {
+            ""
+        } else {
+            ", no mask"
+        };
         let point = (problem.kv_lens[0] as f64, row.tflop_per_s(figures.us));
         is_whole.then(|| (format!("{}{fast}{mask}", row.workload.format), point))
     });

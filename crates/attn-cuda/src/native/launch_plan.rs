@@ -328,7 +328,7 @@ impl LaunchPlan {
     /// [`Error::Parameter`] for a number that needs more than 31 bits, for K and V that do not lie as the plan has them, for pages that overlap, and for a
     /// problem with sinks whose address is null.
     pub fn params(&self, p: &Problem, args: &DecodeArgs) -> Result<DecodeParams, Error> {
-        if p.sinks.is_some() && args.sinks.is_null() {
+        if p.scores.sinks.is_some() && args.sinks.is_null() {
             return Err(Error::parameter(
                 "sinks",
                 format_args!("no address"),
@@ -357,9 +357,9 @@ impl LaunchPlan {
                 .offset(self.counters_bytes + self.max_sum_bytes)
                 .get(),
             row_states_at: (self.partial_o_bytes / 4) as u64,
-            log2_scale: p.softmax_scale * LOG2_E,
-            softcap_inner: p.softcap.map_or(0.0, |cap| 2.0 / cap),
-            softcap_outer: p.softcap.map_or(0.0, |cap| cap * LOG2_E),
+            log2_scale: p.score_scale() * LOG2_E,
+            softcap_inner: p.scores.softcap.map_or(0.0, |cap| 2.0 / cap),
+            softcap_outer: p.scores.softcap.map_or(0.0, |cap| cap * LOG2_E),
             batch: sizes::int("sequences", self.per_launch)?,
             query_blocks: match self.num_blocks {
                 0 => 0,
@@ -372,8 +372,8 @@ impl LaunchPlan {
             row_blocks: sizes::int("row blocks", self.launch.row_blocks)?,
             max_partials: sizes::int("partials", self.launch.max_partials)?,
             // No sequence is longer than 2^20.
-            window_left: p.window_left.map_or(-1, |w| w.min(1 << 30) as i32),
-            causal: i32::from(p.causal),
+            window_left: p.scores.window_left.map_or(-1, |w| w.min(1 << 30) as i32),
+            causal: i32::from(p.scores.causal),
             partial_per_segment: i32::from(self.launch.partial_per_segment),
             heads_per_kv_divmod: FastDivmod::new(p.heads_per_kv()),
             row_blocks_divmod: FastDivmod::new(self.launch.row_blocks),

@@ -240,7 +240,7 @@ pub(crate) fn prepare(
     let mut problem = problem.clone();
     if kind == PlanKind::Spans {
         // Sinks belong to the end of the merge, and the device says what follows.
-        (problem.sinks, problem.tokens_after) = (None, Vec::new());
+        (problem.scores.sinks, problem.tokens_after) = (None, Vec::new());
     }
     Ok(NativePlan {
         dequantize,

@@ -89,9 +89,9 @@ impl Case {
             &[1024, 1024],
         );
         let problem = &mut masked.problem;
-        (problem.window_left, problem.softcap) = (Some(900), Some(20.0));
-        problem.alibi_slopes = Some(vec![0.01, 0.0, -0.02, 0.3, 0.5, 0.001]);
-        problem.sinks = Some(vec![0.5, -2.0, 6.0, 0.0, 3.0, -1e6]);
+        (problem.scores.window_left, problem.scores.softcap) = (Some(900), Some(20.0));
+        problem.scores.alibi_slopes = Some(vec![0.01, 0.0, -0.02, 0.3, 0.5, 0.001]);
+        problem.scores.sinks = Some(vec![0.5, -2.0, 6.0, 0.0, 3.0, -1e6]);
         all.push(masked);
         // Sequences of no token, and queries before the first one: sinks are all that their rows have.
         let mut unseen = Case::new(
@@ -100,10 +100,10 @@ impl Case {
             &[1, 2, 5],
             &[1024],
         );
-        unseen.problem.sinks = Some(vec![0.5, -2.0, 6.0, 0.0, 3.0, -1e6]);
+        unseen.problem.scores.sinks = Some(vec![0.5, -2.0, 6.0, 0.0, 3.0, -1e6]);
         all.push(unseen);
         let mut not_causal = Case::new(("not causal", "int4"), &[1050, 900], &[5, 2], &[1024]);
-        not_causal.problem.causal = false;
+        not_causal.problem.scores.causal = false;
         all.push(not_causal);
         // As an engine has it: each rank's plan is for its share, and most sequences have not come that far.
         let mut grows = Case::new(
@@ -172,7 +172,7 @@ impl Case {
             .zip(&ranges)
             .map(|(len, range)| len - range.end)
             .collect();
-        problem.sinks = None;
+        problem.scores.sinks = None;
         problem
     }
 
@@ -220,7 +220,7 @@ impl Case {
         };
         let nothing = numbers::bytes(dtype, &vec![f32::NAN; problem.elements()]);
         let [_, v_scales] = self.scales();
-        let sinks = problem.sinks.clone().unwrap_or_default();
+        let sinks = problem.scores.sinks.clone().unwrap_or_default();
         let mut memory = [
             machine.upload(bytemuck::cast_slice(&all(SpanStates::max_sums)))?,
             machine.upload(bytemuck::cast_slice(&all(SpanStates::o)))?,
@@ -291,7 +291,7 @@ fn attend<M: Machine>(
         upload(bytemuck::cast_slice(q))?,
         upload(bytemuck::cast_slice(&config.k_tensor_scales))?,
         upload(bytemuck::cast_slice(&alibi_slopes_log2(
-            problem.alibi_slopes.as_deref().unwrap_or(&[]),
+            problem.scores.alibi_slopes.as_deref().unwrap_or(&[]),
         )))?,
         upload(bytemuck::cast_slice(&blocks))?,
         // NaN: what is not written shows, unless its maximum says that nothing is seen.
@@ -326,7 +326,7 @@ fn attend<M: Machine>(
             ],
         )),
         query_blocks: some(!blocks.is_empty(), blocks_at),
-        alibi_slopes: some(problem.alibi_slopes.is_some(), slopes),
+        alibi_slopes: some(problem.scores.alibi_slopes.is_some(), slopes),
         sinks: DeviceAddress::NULL,
         workspace: DeviceAddress::NULL,
     };

@@ -93,7 +93,7 @@ impl Inputs {
             pool: cache.map(pages_of).transpose()?.unwrap_or_default(),
             lens: case.problem.kv_lens.iter().map(|&len| len as i32).collect(),
             tables: tables.unwrap_or_default(),
-            slopes: alibi_slopes_log2(case.problem.alibi_slopes.as_deref().unwrap_or(&[])),
+            slopes: alibi_slopes_log2(case.problem.scores.alibi_slopes.as_deref().unwrap_or(&[])),
             workspace,
             workspace_at,
         })
@@ -402,7 +402,7 @@ impl Job {
             kv,
             query_blocks: address(&list),
             alibi_slopes: some(&inputs.slopes),
-            sinks: some(case.problem.sinks.as_deref().unwrap_or(&[])),
+            sinks: some(case.problem.scores.sinks.as_deref().unwrap_or(&[])),
             workspace: DeviceAddress::new(inputs.workspace_at as u64),
         };
         let params = plan.params(&case.problem, &args)?;

@@ -102,7 +102,7 @@ impl<'a> Engine<'a> {
             vec![MAX_LEN; BATCH],
         );
         problem.q_lens = vec![q_len; problem.batch()];
-        problem.sinks = (q_len > 1).then(|| sinks().to_vec());
+        problem.scores.sinks = (q_len > 1).then(|| sinks().to_vec());
         let plan = gpu.prepare(&problem, format, KvLayout::Pages(PAGE))?;
         let slots = format.residual_slots(PAGE, q_len);
         let num_pages = BATCH * (STRIDE + slots);
@@ -125,7 +125,7 @@ impl<'a> Engine<'a> {
             lse: buffers.floats(rows)?,
             workspace: buffers.bytes(plan.workspace_bytes())?,
             sinks: buffers.upload(&sinks())?,
-            with_sinks: problem.sinks.is_some(),
+            with_sinks: problem.scores.sinks.is_some(),
             lens: [0; BATCH],
             seed: 1,
             gpu,
@@ -539,10 +539,10 @@ fn checked(options: &Options) -> Result<()> {
     engine.with_sinks = true;
     expect(decode(&engine), "sinks")?;
     engine.buffers.copy(&sinks(), &mut engine.sinks)?;
-    engine.problem.sinks = Some(sinks().to_vec());
+    engine.problem.scores.sinks = Some(sinks().to_vec());
     decode(&engine)?;
     engine.compare(&q, "with sinks, after refusals")?;
-    (engine.with_sinks, engine.problem.sinks) = (false, None);
+    (engine.with_sinks, engine.problem.scores.sinks) = (false, None);
     decode(&engine)?;
     engine.compare(&q, "after refusals")
 }

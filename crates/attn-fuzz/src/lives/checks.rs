@@ -156,7 +156,7 @@ impl Life<'_> {
                 .fold(1.0f32, |a, s| a.max(*s));
             let most = q.iter().fold(0.0, |a: f64, x| a.max(f64::from(x.abs())));
             let most = most
-                * f64::from(problem.softmax_scale)
+                * f64::from(problem.score_scale())
                 * f64::from(scales)
                 * std::f64::consts::LOG2_E;
             let bad = q.iter().any(|x| !x.is_finite()) || most > 1.8e19;

@@ -97,7 +97,7 @@ impl PagedKv {
             }
             let lens = vec![self.max_len; q_lens.len()];
             let mut problem = Problem::new(self.config.heads, lens).q_lens(q_lens);
-            problem.window_left = window;
+            problem.scores.window_left = window;
             self.plans
                 .push((window, self.backend.plan(&problem, self.format)?));
         }

@@ -59,7 +59,7 @@ pub fn merge_spans(py: Python<'_>, format: &str, arrays: HostMerge<'_>) -> PyRes
         dim,
     };
     let mut problem = Problem::new(heads, [0]).q_lens([tokens]);
-    problem.sinks = arrays.sinks;
+    problem.scores.sinks = arrays.sinks;
     py.detach(|| {
         problem.check()?;
         let scales = match format.v.has_tensor_scale() {

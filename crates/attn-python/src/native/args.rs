@@ -78,12 +78,12 @@ impl Plan {
             alibi_slopes: self.gpu.list(
                 "alibi_slopes",
                 arrays.alibi_slopes.as_ref(),
-                per_head(self.problem.alibi_slopes.is_some()),
+                per_head(self.problem.scores.alibi_slopes.is_some()),
             )?,
             sinks: self.gpu.list(
                 "sinks",
                 arrays.sinks.as_ref(),
-                per_head(self.problem.sinks.is_some()),
+                per_head(self.problem.scores.sinks.is_some()),
             )?,
             workspace: self.gpu.list(
                 "workspace",

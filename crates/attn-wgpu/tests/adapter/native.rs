@@ -82,9 +82,9 @@ fn step(backend: &WgpuBackend, caches: &mut [KvCache; 2], appends: [(usize, usiz
         },
         theirs.table().lens.clone(),
     );
-    problem.softmax_scale = 1e-3;
+    problem.scores.softmax_scale = Some(1e-3);
     if seed % 2 == 1 {
-        problem.sinks = Some(vec![0.5, -3.0, 8.0, 1e6, -1e6, 0.0]);
+        problem.scores.sinks = Some(vec![0.5, -3.0, 8.0, 1e6, -1e6, 0.0]);
     }
     let q = noise(problem.rows() * DIM, seed + 9);
     let buffers = [&k, &v, &q].map(|x| upload(backend, x));
@@ -240,7 +240,7 @@ fn recorded_layers_are_those_of_the_hosts_writes(backend: &WgpuBackend) {
             host.reserve(&appends).unwrap();
             recorded.reserve(&appends).unwrap();
             let mut problem = Problem::new(heads, host.table().lens.clone());
-            problem.softmax_scale = 1e-3;
+            problem.scores.softmax_scale = Some(1e-3);
             let q = noise(problem.rows() * DIM, 9);
             for layer in [1, 0] {
                 let [k, v] = [1, 2].map(|seed| noise(tokens * HEADS[1] * DIM, seed + 2 * layer));

@@ -192,8 +192,8 @@ fn a_cache_is_dequantized_for_prompts_that_read_it_often() {
     assert!(!is_dequantized("int8", 32, &with_short));
     assert!(!is_dequantized("int8", 4096, &|p| p.head_dim = 160));
     assert!(is_dequantized("int8", 4096, &|p| p.head_dim = 192));
-    assert!(!is_dequantized("int8", 4096, &|p| p.arithmetic = Arithmetic::Exact));
-    assert!(is_dequantized("fp8", 4096, &|p| p.arithmetic = Arithmetic::Exact));
+    assert!(!is_dequantized("int8", 4096, &|p| p.scores.arithmetic = Arithmetic::Exact));
+    assert!(is_dequantized("fp8", 4096, &|p| p.scores.arithmetic = Arithmetic::Exact));
     // Small pages are put together as they are.
     for format in [KvFormat::same(Scheme::Bf16), KvFormat::INT8, KvFormat::INT4] {
         let of_pages = |page_size| {

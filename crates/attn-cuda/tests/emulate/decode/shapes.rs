@@ -137,21 +137,24 @@ fn many_rows() -> Vec<Case> {
     .enumerate()
     {
         let mut rows = case([4, 1], dim, &[130, 70], &[33, 3], format);
-        rows.problem.arithmetic = Arithmetic::Fast;
+        rows.problem.scores.arithmetic = Arithmetic::Fast;
         rows.build = [Build::Bnsh, Build::Bsnh][i % 2];
         all.push(rows);
     }
     let mut masked = case([8, 1], 64, &[1300, 200], &[30, 11], "int8");
-    (masked.problem.window_left, masked.problem.softcap) = (Some(150), Some(20.0));
-    (masked.page_size, masked.problem.alibi_slopes) = (128, Some(vec![0.25; 8]));
+    (
+        masked.problem.scores.window_left,
+        masked.problem.scores.softcap,
+    ) = (Some(150), Some(20.0));
+    (masked.page_size, masked.problem.scores.alibi_slopes) = (128, Some(vec![0.25; 8]));
     all.push(masked.clone());
     for format in ["bf16", "fp8"] {
         masked.format = format.parse().expect("a format's name");
         all.push(masked.clone());
     }
     let mut not_causal = case([3, 1], 64, &[400, 100], &[30, 7], "int8");
-    not_causal.problem.causal = false;
-    not_causal.problem.sinks = Some(vec![0.5, -2.0, 6.0]);
+    not_causal.problem.scores.causal = false;
+    not_causal.problem.scores.sinks = Some(vec![0.5, -2.0, 6.0]);
     all.push(not_causal.clone());
     not_causal.format = KvFormat::same(Scheme::F16);
     all.push(not_causal);
@@ -173,7 +176,7 @@ fn many_rows() -> Vec<Case> {
         ([2, 1], 64, &[180, 70], &[40, 3], "int8-plain/int4-g2"),
     ] {
         let mut fast = case(heads, dim, kv_lens, q_lens, format);
-        fast.problem.arithmetic = Arithmetic::Fast;
+        fast.problem.scores.arithmetic = Arithmetic::Fast;
         fast.page_size = match format {
             "int4-g4" | "int4-w0" => 16,
             "int8-g32" => 32,
@@ -182,7 +185,7 @@ fn many_rows() -> Vec<Case> {
         };
         all.push(fast);
     }
-    masked.problem.arithmetic = Arithmetic::Fast;
+    masked.problem.scores.arithmetic = Arithmetic::Fast;
     for format in ["int8", "int4"] {
         masked.format = format.parse().expect("a format's name");
         all.push(masked.clone());

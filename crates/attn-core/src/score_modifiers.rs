@@ -1,0 +1,130 @@
+//! What changes the scores of attention: the scale, masks, soft cap, ALiBi, sinks, and the choice of the arithmetic.
+
+use crate::{
+    error::{Error, Given, refuse},
+    problem::Arithmetic,
+};
+
+/// softmax_scale and static scales: their product with each other and with log2 e is a normal f32.
+pub(crate) const SCALES: std::ops::RangeInclusive<f32> = 1e-15..=1e15;
+
+/// Soft caps: the form `1 - exp2(-2s/cap)` loses up to `cap * 2^-23` of a score.
+const SOFTCAPS: std::ops::RangeInclusive<f32> = 1e-3..=1e3;
+
+/// Sinks: in base 2 they stay below 2^21, where f32 has fractions.
+const MAX_SINK: f32 = 1e6;
+
+/// What changes the scores of attention, and how they are computed. The default is causal attention with the softmax scale `1/√head_dim`, and nothing else.
+///
+/// ```
+/// use attn_core::ScoreModifiers;
+///
+/// // A layer whose tokens see 127 tokens before their own.
+/// let scores = ScoreModifiers { window_left: Some(127), ..ScoreModifiers::default() };
+/// assert!(scores.causal);
+/// ```
+#[derive(Debug, Clone, PartialEq)]
+pub struct ScoreModifiers {
+    /// The positive factor of q·k; none for `1/√head_dim`.
+    pub softmax_scale: Option<f32>,
+    /// Whether query token i sees only tokens up to `kv_len − q_len + i`, its own position.
+    pub causal: bool,
+    /// The soft cap: scaled scores become `cap·tanh(s/cap)`.
+    pub softcap: Option<f32>,
+    /// A token sees at most this many tokens before its own position; any number is allowed.
+    pub window_left: Option<usize>,
+    /// The ALiBi slope of each query head, which adds `slope·(t − position)` to the scaled score.
+    pub alibi_slopes: Option<Vec<f32>>,
+    /// The attention sink of each query head: a logit that takes part in the softmax and has no value. Log-sum-exps include it.
+    pub sinks: Option<Vec<f32>>,
+    /// How steps of integer formats are computed.
+    pub arithmetic: Arithmetic,
+}
+
+impl Default for ScoreModifiers {
+    fn default() -> Self {
+        ScoreModifiers {
+            softmax_scale: None,
+            causal: true,
+            softcap: None,
+            window_left: None,
+            alibi_slopes: None,
+            sinks: None,
+            arithmetic: Arithmetic::Exact,
+        }
+    }
+}
+
+impl ScoreModifiers {
+    /// The positive factor of q·k for heads of so many dims.
+    #[must_use]
+    pub fn scale(&self, head_dim: usize) -> f32 {
+        let usual = || 1.0 / (head_dim as f32).sqrt();
+        self.softmax_scale.unwrap_or_else(usual)
+    }
+
+    /// Refuses values that the library does not define for so many query heads.
+    ///
+    /// # Errors
+    /// [`Error::Parameter`] naming the modifier and what is allowed; [`Error::Length`] for the slopes and the sinks.
+    pub fn check(&self, num_q_heads: usize) -> Result<(), Error> {
+        if let Some(scale) = self.softmax_scale.filter(|scale| !SCALES.contains(scale)) {
+            return refuse(
+                "softmax_scale",
+                scale,
+                "1e-15 to 1e15; usually 1/sqrt(head_dim)",
+            );
+        }
+        if let Some(cap) = self.softcap.filter(|cap| !SOFTCAPS.contains(cap)) {
+            return refuse(
+                "softcap",
+                cap,
+                "0.001 to 1000, or none: a larger one changes no score that a model makes",
+            );
+        }
+        let is_slope = |s: f32| s == 0.0 || (1e-20..=1e3).contains(&s.abs());
+        let is_sink = |s: f32| s.abs() <= MAX_SINK;
+        PerHead {
+            what: "alibi_slopes",
+            values: self.alibi_slopes.as_deref(),
+            allowed: "0, or a magnitude of 1e-20 to 1000",
+        }
+        .check(num_q_heads, is_slope)?;
+        PerHead {
+            what: "sinks",
+            values: self.sinks.as_deref(),
+            allowed: "a magnitude up to 1e6; -1e6 for a head without a sink",
+        }
+        .check(num_q_heads, is_sink)
+    }
+}
+
+/// A modifier that has a value for each query head.
+struct PerHead<'a> {
+    what: &'static str,
+    values: Option<&'a [f32]>,
+    allowed: &'static str,
+}
+
+impl PerHead<'_> {
+    /// Refuses another number of values than one for each query head, and values that are not allowed.
+    fn check(&self, num_q_heads: usize, is_allowed: impl Fn(f32) -> bool) -> Result<(), Error> {
+        let Some(values) = self.values else {
+            return Ok(());
+        };
+        if values.len() != num_q_heads {
+            return Err(Error::Length {
+                what: self.what,
+                given: values.len(),
+                needed: num_q_heads,
+            });
+        }
+        match values.iter().position(|x| !is_allowed(*x)) {
+            Some(head) => {
+                let given = format_args!("{} for query head {head}", Given::from(values[head]));
+                refuse(self.what, given, self.allowed)
+            }
+            None => Ok(()),
+        }
+    }
+}
