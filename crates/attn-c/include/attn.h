@@ -681,7 +681,7 @@ enum attn_status attn_plan_alibi_slopes(const struct attn_plan *plan,
 // and reads lengths and pages anew each time that it runs.
 //
 // Needs: plan has not been destroyed. The structs' addresses are device memory as documented, and stay so until the work has run. On the device, lengths
-// are 0 to max_tokens, and pages are below num_pages. ATTN_CHECK=1 in the environment checks them before each launch, outside of graphs.
+// are 0 to max_tokens, and pages are below num_pages. ATTN_CUDA=check=1 in the environment checks them before each launch, outside of graphs.
 enum attn_status attn_plan_attend(const struct attn_plan *plan,
                                   const struct attn_pages *pages,
                                   const struct attn_rows *rows,

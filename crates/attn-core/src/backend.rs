@@ -1,7 +1,5 @@
 //! The trait that every backend implements.
 
-use std::ffi::OsString;
-
 use crate::{
     cache::KvCache,
     cache_config::CacheConfig,
@@ -129,74 +127,5 @@ pub trait DecodeAttention: Send + Sync {
             what: "a shard's step".into(),
             built: "whole sequences; the CPU backend and CUDA's prepare_spans take shards".into(),
         }))
-    }
-}
-
-/// For backends: the option that an environment variable sets, read by `parse`; `None` where it is unset or empty.
-///
-/// `parse` says of a value that it refuses what is allowed, such as `auto, never`.
-///
-/// # Errors
-/// [`Unsupported::Absent`] of `backend` for a value that `parse` refuses, and for one that is not UTF-8.
-pub fn option_from_env<T>(
-    backend: &'static str,
-    name: &str,
-    parse: impl FnOnce(&str) -> Result<T, String>,
-) -> Result<Option<T>, Unsupported> {
-    option_from(backend, name, std::env::var_os(name), parse)
-}
-
-fn option_from<T>(
-    backend: &'static str,
-    name: &str,
-    value: Option<OsString>,
-    parse: impl FnOnce(&str) -> Result<T, String>,
-) -> Result<Option<T>, Unsupported> {
-    let Some(value) = value.filter(|value| !value.is_empty()) else {
-        return Ok(None);
-    };
-    let refuse = |allowed: String| Unsupported::Absent {
-        backend,
-        reason: format!("{name} is {value:?}; allowed: {allowed}"),
-        next_step: "set it to one of these, or leave it unset".to_owned(),
-    };
-    let text = value.to_str();
-    let text = text.ok_or_else(|| refuse("UTF-8".to_owned()))?;
-    parse(text).map(Some).map_err(refuse)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn number(value: Option<OsString>) -> Result<Option<u8>, Unsupported> {
-        let parse = |text: &str| {
-            let parsed = text.parse();
-            parsed.map_err(|_| "0 to 255".to_owned())
-        };
-        option_from("cpu", "NUMBER", value, parse)
-    }
-
-    #[test]
-    fn a_variable_is_read_or_refused_and_never_ignored() {
-        for unset in [None, Some(OsString::new())] {
-            assert_eq!(number(unset), Ok(None));
-        }
-        assert_eq!(number(Some("7".into())), Ok(Some(7)));
-        let said = number(Some("x ".into())).unwrap_err().to_string();
-        assert!(
-            said.starts_with("cpu: NUMBER is \"x \"; allowed: 0 to 255; "),
-            "{said}"
-        );
-        #[cfg(unix)]
-        {
-            use std::os::unix::ffi::OsStringExt;
-            let said = number(Some(OsString::from_vec(vec![b'7', 0xff])));
-            let said = said.unwrap_err().to_string();
-            assert!(
-                said.contains("NUMBER is \"7\\xFF\"; allowed: UTF-8"),
-                "{said}"
-            );
-        }
     }
 }

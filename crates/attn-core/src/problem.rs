@@ -4,7 +4,7 @@ use crate::{
     error::{Error, Unsupported, refuse},
     format::KvFormat,
     layout::{check_head_dim, check_kv_heads},
-    score_modifiers::ScoreModifiers,
+    score_modifiers::{Arithmetic, ScoreModifiers},
     segments::{SPAN_TOKENS, num_spans},
 };
 
@@ -21,20 +21,6 @@ const MAX_SPANS: usize = (1 << 20) / SPAN_TOKENS;
 
 /// Steps with at most this many query tokens of each sequence ignore [`Arithmetic::Fast`]: they are bound by memory.
 const FEW_TOKENS: usize = 16;
-
-/// How a step of an integer format is computed.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-#[non_exhaustive]
-pub enum Arithmetic {
-    /// To the bit: every backend gives the same answer, for a token alone, in a batch, or in a prompt.
-    #[default]
-    Exact,
-    /// A prompt may be computed by floats, which is faster on a GPU with tensor cores: keys and values are the cache's values rounded to f16, and the
-    /// weights f16. The answer is at least as near to attention over the same cache as the exact one, but no bits are promised: another backend, GPU or
-    /// cut of the batch may round otherwise. It applies to steps in which some sequence has more than 16 query tokens, and to all rows of such a step;
-    /// wherever a backend has no such kernel it answers exactly.
-    Fast,
-}
 
 /// The heads of an attention layer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -1,9 +1,6 @@
 //! What changes the scores of attention: the scale, masks, soft cap, ALiBi, sinks, and the choice of the arithmetic.
 
-use crate::{
-    error::{Error, Given, refuse},
-    problem::Arithmetic,
-};
+use crate::error::{Error, Given, refuse};
 
 /// softmax_scale and static scales: their product with each other and with log2 e is a normal f32.
 pub(crate) const SCALES: std::ops::RangeInclusive<f32> = 1e-15..=1e15;
@@ -13,6 +10,20 @@ const SOFTCAPS: std::ops::RangeInclusive<f32> = 1e-3..=1e3;
 
 /// Sinks: in base 2 they stay below 2^21, where f32 has fractions.
 const MAX_SINK: f32 = 1e6;
+
+/// How a step of an integer format is computed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
+pub enum Arithmetic {
+    /// To the bit: every backend gives the same answer, for a token alone, in a batch, or in a prompt.
+    #[default]
+    Exact,
+    /// A prompt may be computed by floats, which is faster on a GPU with tensor cores: keys and values are the cache's values rounded to f16, and the
+    /// weights f16. The answer is at least as near to attention over the same cache as the exact one, but no bits are promised: another backend, GPU or
+    /// cut of the batch may round otherwise. It applies to steps in which some sequence has more than 16 query tokens, and to all rows of such a step;
+    /// wherever a backend has no such kernel it answers exactly.
+    Fast,
+}
 
 /// What changes the scores of attention, and how they are computed. The default is causal attention with the softmax scale `1/√head_dim`, and nothing else.
 ///

@@ -57,7 +57,7 @@ const BACKEND: &str = "cpu";
 /// Opens the vector kernels behind the common trait, with the options that the environment sets.
 ///
 /// # Errors
-/// [`Unsupported::Absent`] if `ATTN_CPU_ISA` names an instruction set that is unknown or not here.
+/// [`Unsupported::Absent`] if `ATTN_CPU` names an instruction set that is unknown or not here.
 ///
 /// ```
 /// let backend = attn_cpu::open()?;

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use attn_core::{Unsupported, backend::option_from_env};
+use attn_core::{Settings, Unsupported};
 use rayon::ThreadPool;
 
 use crate::{
@@ -25,14 +25,14 @@ use crate::{
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct Options {
-    /// The instruction set; `None`: the fastest of this machine. `ATTN_CPU_ISA` names one, such as `portable`.
+    /// The instruction set; `None`: the fastest of this machine. `ATTN_CPU=isa=portable` names one.
     pub isa: Option<Isa>,
     /// The pool that all work runs in, wherever it is called; `None`: one that the backend chooses.
     pub pool: Option<Arc<ThreadPool>>,
     /// The number of threads of a pool that is this backend's alone; `None`: no such pool. [`Options::pool`] comes before it.
     pub threads: Option<usize>,
     /// Whether pools that this crate makes give each worker CPUs of its own; without, the process's pool is rayon's global one.
-    /// `ATTN_CPU_PIN` says `0` or `1`.
+    /// `ATTN_CPU=pin=0` is without.
     pub pin: bool,
 }
 
@@ -48,7 +48,7 @@ impl Default for Options {
 }
 
 impl Options {
-    /// Reads the environment. A variable that is unset or empty leaves the default.
+    /// Reads the settings of `ATTN_CPU`: `isa` and `pin`. Those that it does not give keep their defaults.
     ///
     /// # Errors
     /// [`Unsupported::Absent`] for a value that is not allowed.
@@ -57,15 +57,11 @@ impl Options {
             let isa = name.parse();
             isa.map_err(|_| Isa::NAMES.to_owned())
         };
-        let pin = |text: &str| match text {
-            "0" => Ok(false),
-            "1" => Ok(true),
-            _ => Err("0, 1".to_owned()),
-        };
+        let settings = Settings::from_env(BACKEND, "ATTN_CPU", &["isa", "pin"])?;
         let default = Options::default();
         Ok(Options {
-            isa: option_from_env(BACKEND, "ATTN_CPU_ISA", isa)?,
-            pin: option_from_env(BACKEND, "ATTN_CPU_PIN", pin)?.unwrap_or(default.pin),
+            isa: settings.get("isa", isa)?,
+            pin: settings.flag("pin")?.unwrap_or(default.pin),
             ..default
         })
     }

@@ -224,11 +224,9 @@ impl Device {
             sms: options.sms.map_or(sms, Options::clamp_sms),
             memory_pace: memory_pace(khz, bits),
             preferences: Preferences {
-                low_latency: options.low_latency,
-                many_rows: options.many_rows,
+                kernel: options.kernel,
                 dequantize: options.dequantize,
                 are_blocks: false,
-                config: options.config,
             },
             version,
             check,

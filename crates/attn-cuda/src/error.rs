@@ -39,9 +39,9 @@ pub enum CudaError {
         /// Bytes that the device allows.
         limit: usize,
     },
-    /// `ATTN_CHECK=1` found inputs that decode cannot survive.
+    /// `ATTN_CUDA=check=1` found inputs that decode cannot survive.
     #[error(
-        "ATTN_CHECK: {what}[{index}] is {value}, allowed {allowed}; correct the caller's device buffer"
+        "ATTN_CUDA=check=1: {what}[{index}] is {value}, allowed {allowed}; correct the caller's device buffer"
     )]
     Check {
         /// Name of the buffer.

@@ -30,7 +30,7 @@ pub mod internals;
 
 use attn_core::{DecodeAttention, Unsupported};
 
-pub use attn_kernels::cuda::{Arch, KernelConfig, LowLatency};
+pub use attn_kernels::cuda::{Arch, KernelChoice, KernelConfig};
 pub use error::CudaError;
 pub use gpu::CudaBackend;
 pub use image_cache::CacheError;

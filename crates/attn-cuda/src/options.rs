@@ -1,7 +1,7 @@
 //! The options of the backend, and the environment variables that set them.
 
-use attn_core::{Unsupported, backend::option_from_env};
-use attn_kernels::cuda::{Arch, KernelConfig, LowLatency};
+use attn_core::{Settings, Unsupported};
+use attn_kernels::cuda::{Arch, KernelChoice};
 
 use crate::error::BACKEND;
 
@@ -9,9 +9,9 @@ use crate::error::BACKEND;
 /// may change bits of float formats, within their bounds.
 ///
 /// ```
-/// use attn_cuda::{LowLatency, Options};
+/// use attn_cuda::{KernelChoice, Options};
 ///
-/// let options = Options::default().ordinal(1).low_latency(LowLatency::Never);
+/// let options = Options::default().ordinal(1).kernel(KernelChoice::ManyRows);
 /// assert_eq!(options.ordinal, 1);
 /// ```
 #[derive(Debug, Clone, Default)]
@@ -19,26 +19,22 @@ use crate::error::BACKEND;
 pub struct Options {
     /// The GPU's index among those that the driver shows.
     pub ordinal: usize,
-    /// Architecture whose kernels are used; `None`: the GPU's. `ATTN_CUDA_ARCH=sm_80`, `sm_90a` or `compute_80`.
+    /// Architecture whose kernels are used; `None`: the GPU's. `ATTN_CUDA=arch=sm_80`, `sm_90a` or `compute_80`.
     pub arch: Option<Arch>,
     /// Streaming multiprocessors that launches are sized for, 1 to 8192; `None`: the GPU's.
     pub sms: Option<usize>,
-    /// When to use `low_latency.cu`. `ATTN_CUDA_LOW_LATENCY=auto`, `always`, `global` or `never`.
-    pub low_latency: LowLatency,
-    /// Whether to use `many_rows.cu` where it covers a problem; `None`: where it is faster. `ATTN_CUDA_MANY_ROWS=1` or `0`. The bits of float formats
-    /// depend on it.
-    pub many_rows: Option<bool>,
+    /// The kernel that serves what it covers. `ATTN_CUDA=kernel=auto`, `split_kv`, `split_kv:1x3x4x2`, `low_latency`, `low_latency_global` or `many_rows`. The bits of
+    /// float formats depend on it.
+    pub kernel: KernelChoice,
     /// Whether prompts are attended from pages of 64 tokens that a launch makes in the workspace (up to 1 GiB): in f16 where they may be attended as floats, as they are where pages are small, and
-    /// rows of 16 bits where they take many copies; `None`: where it is faster. `ATTN_CUDA_DEQUANTIZE=1` or `0`. Bits that nobody promises depend on it.
+    /// rows of 16 bits where they take many copies; `None`: where it is faster. `ATTN_CUDA=dequantize=1` or `0`. Bits that nobody promises depend on it.
     pub dequantize: Option<bool>,
-    /// Configuration of `split_kv.cu` in place of the table's. `ATTN_CUDA_SHAPE=row_groups,row_warps,stages,ctas`.
-    pub config: Option<KernelConfig>,
-    /// Whether a launch that refuses bad inputs goes before each append and decode. `ATTN_CHECK=1`.
+    /// Whether a launch that refuses bad inputs goes before each append and decode. `ATTN_CUDA=check=1`.
     pub check: bool,
 }
 
 impl Options {
-    /// Reads the environment. Variables that are unset or empty leave the defaults.
+    /// Reads the settings of `ATTN_CUDA`: `arch`, `kernel`, `dequantize` and `check`. Those that it does not give keep their defaults.
     ///
     /// # Errors
     /// [`Unsupported::Absent`] for a value that is not allowed.
@@ -46,21 +42,15 @@ impl Options {
         let arch = |name: &str| {
             Arch::from_name(name).ok_or_else(|| "sm_80, sm_90a, compute_80".to_owned())
         };
-        let flag = |text: &str| match text {
-            "1" => Ok(true),
-            "0" => Ok(false),
-            _ => Err("1, 0".to_owned()),
-        };
+        let keys = ["arch", "kernel", "dequantize", "check"];
+        let settings = Settings::from_env(BACKEND, "ATTN_CUDA", &keys)?;
         Ok(Options {
             ordinal: 0,
-            arch: option_from_env(BACKEND, "ATTN_CUDA_ARCH", arch)?,
+            arch: settings.get("arch", arch)?,
             sms: None,
-            low_latency: option_from_env(BACKEND, "ATTN_CUDA_LOW_LATENCY", str::parse)?
-                .unwrap_or_default(),
-            many_rows: option_from_env(BACKEND, "ATTN_CUDA_MANY_ROWS", flag)?,
-            dequantize: option_from_env(BACKEND, "ATTN_CUDA_DEQUANTIZE", flag)?,
-            config: option_from_env(BACKEND, "ATTN_CUDA_SHAPE", str::parse)?,
-            check: option_from_env(BACKEND, "ATTN_CHECK", flag)?.unwrap_or_default(),
+            kernel: settings.get("kernel", str::parse)?.unwrap_or_default(),
+            dequantize: settings.flag("dequantize")?,
+            check: settings.flag("check")?.unwrap_or_default(),
         })
     }
 
@@ -85,17 +75,10 @@ impl Options {
         self
     }
 
-    /// Says when to use `low_latency.cu`.
+    /// Chooses the kernel that serves what it covers.
     #[must_use]
-    pub fn low_latency(mut self, low_latency: LowLatency) -> Self {
-        self.low_latency = low_latency;
-        self
-    }
-
-    /// Says whether to use `many_rows.cu` where it covers a problem.
-    #[must_use]
-    pub fn many_rows(mut self, many_rows: bool) -> Self {
-        self.many_rows = Some(many_rows);
+    pub fn kernel(mut self, kernel: KernelChoice) -> Self {
+        self.kernel = kernel;
         self
     }
 
@@ -103,13 +86,6 @@ impl Options {
     #[must_use]
     pub fn dequantize(mut self, dequantize: bool) -> Self {
         self.dequantize = Some(dequantize);
-        self
-    }
-
-    /// Configures `split_kv.cu` so, wherever it serves the problem.
-    #[must_use]
-    pub fn config(mut self, config: KernelConfig) -> Self {
-        self.config = Some(config);
         self
     }
 

@@ -17,13 +17,8 @@ use attn_cuda::internals;
 use attn_kernels::cuda::{Arch, Instance, KvLayout, embedded::common, instance::covered};
 use clap::Parser;
 
-fn arch() -> Result<Arch> {
-    let name = env::var("ATTN_CUDA_ARCH").unwrap_or_default();
-    if name.is_empty() {
-        return Ok(Arch::Sm90a);
-    }
-    Arch::from_name(&name)
-        .with_context(|| format!("ATTN_CUDA_ARCH is {name}; allowed: sm_80, sm_90a, compute_80"))
+fn arch(name: &str) -> Result<Arch, String> {
+    Arch::from_name(name).ok_or_else(|| "allowed: sm_80, sm_90a, compute_80".to_owned())
 }
 
 /// Kernels of one problem, in pages and alone.
@@ -125,6 +120,9 @@ fn of_cases(cases: &[Case], arch: Arch) -> Vec<Instance> {
 /// Compiles the CUDA kernels that tests and timings use.
 #[derive(Parser)]
 struct Options {
+    /// The architecture: sm_80, sm_90a or compute_80.
+    #[arg(long, default_value = "sm_90a", value_parser = arch)]
+    arch: Arch,
     /// Only these of every so many, as `i/n`.
     #[arg(long)]
     shard: Option<String>,
@@ -160,7 +158,7 @@ fn file_name(instance: &Instance, arch: Arch) -> String {
 
 /// Compiles them in as many processes as there are cores, or lists them.
 fn run(options: &Options) -> Result<()> {
-    let arch = arch()?;
+    let arch = options.arch;
     let mut all = if options.common {
         common(arch)
     } else if options.timed {

@@ -91,7 +91,8 @@ impl Gpu {
                 "no adapter's name contains {wanted}; there are: {}",
                 names.join(", ")
             );
-            let next_step = "set Options::adapter or ATTN_WGPU_ADAPTER to a part of one of these";
+            let next_step =
+                "set Options::adapter or ATTN_WGPU=adapter=NAME to a part of one of these";
             return Err(absent(reason, next_step));
         };
         Self::of_adapter(&adapters.swap_remove(index), options.features)

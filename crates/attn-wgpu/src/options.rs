@@ -1,6 +1,6 @@
 //! The options of the backend, and the environment variables that set them.
 
-use attn_core::{Unsupported, backend::option_from_env};
+use attn_core::{Settings, Unsupported};
 use attn_kernels::wgsl::decode::Tuning;
 
 use crate::error::BACKEND;
@@ -28,16 +28,16 @@ pub enum AdapterFeatures {
 #[non_exhaustive]
 pub struct Options {
     /// Part of the name of the adapter to use, in any case; `None`: discrete before integrated before software.
-    /// `ATTN_WGPU_ADAPTER`.
+    /// `ATTN_WGPU=adapter=NAME`.
     pub adapter: Option<String>,
-    /// Features and limits to ask the adapter for. `ATTN_WGPU_FEATURES=all` or `none`.
+    /// Features and limits to ask the adapter for. `ATTN_WGPU=features=all` or `none`.
     pub features: AdapterFeatures,
-    /// Choices that change speed. `ATTN_WGPU_ITEMS=auto`, `tiles` or `segments` sets [`Tuning::by_tiles`].
+    /// Choices that change speed. `ATTN_WGPU=items=auto`, `tiles` or `segments` sets [`Tuning::by_tiles`].
     pub tuning: Tuning,
 }
 
 impl Options {
-    /// Reads the environment. Variables that are unset or empty leave the defaults.
+    /// Reads the settings of `ATTN_WGPU`: `adapter`, `features` and `items`. Those that it does not give keep their defaults.
     ///
     /// # Errors
     /// [`Unsupported::Absent`] for a value that is not allowed.
@@ -53,11 +53,13 @@ impl Options {
             "segments" => Ok(Some(false)),
             _ => Err("auto, tiles, segments".to_owned()),
         };
+        let keys = ["adapter", "features", "items"];
+        let settings = Settings::from_env(BACKEND, "ATTN_WGPU", &keys)?;
         let mut tuning = Tuning::default();
-        tuning.by_tiles = option_from_env(BACKEND, "ATTN_WGPU_ITEMS", items)?.flatten();
+        tuning.by_tiles = settings.get("items", items)?.flatten();
         Ok(Options {
-            adapter: option_from_env(BACKEND, "ATTN_WGPU_ADAPTER", |name| Ok(name.to_owned()))?,
-            features: option_from_env(BACKEND, "ATTN_WGPU_FEATURES", features)?.unwrap_or_default(),
+            adapter: settings.get("adapter", |name| Ok(name.to_owned()))?,
+            features: settings.get("features", features)?.unwrap_or_default(),
             tuning,
         })
     }

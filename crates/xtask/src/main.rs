@@ -159,7 +159,7 @@ fn gpu(images: bool, quick: bool) -> Result<()> {
     if images {
         for arch in ["sm_90a", "compute_80"] {
             let status = Command::new(out.join("attn-images"))
-                .env("ATTN_CUDA_ARCH", arch)
+                .args(["--arch", arch])
                 .env("ATTN_CACHE_DIR", out.join("cache"))
                 .status()?;
             ensure!(status.success(), "the kernels did not compile for {arch}");

@@ -1,4 +1,4 @@
-// check.cu: checks the device inputs of a decode or append launch, and reports the first one that would be fatal (ATTN_CHECK=1).
+// check.cu: checks the device inputs of a decode or append launch, and reports the first one that would be fatal (ATTN_CUDA=check=1).
 //
 // Grid      (batch), of slots (1); 128 threads.
 // Reads     kv_lens, tokens_after, page table, residual pages, sinks, queries, positions of appended tokens; or slots, their residual pages and their

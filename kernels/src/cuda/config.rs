@@ -121,45 +121,61 @@ pub const H200_MEMORY_PACE: f64 = 4.9e6;
 /// The caller's preferences for the choice of a kernel. They change speed, and bits of float formats and of steps that may use floats.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Preferences {
-    /// When to use `low_latency.cu`.
-    pub low_latency: LowLatency,
-    /// Whether to use `many_rows.cu` where it covers a problem; none: where it is estimated to be faster.
-    pub many_rows: Option<bool>,
+    /// The kernel that serves what it covers.
+    pub kernel: KernelChoice,
     /// Whether to attend prompts from 16-bit pages of 64 tokens that `dequantize.cu` makes of the cache, where that is allowed and `many_rows.cu` attends them; none: where
     /// it is estimated to be faster.
     pub dequantize: Option<bool>,
     /// Whether the problem's sequences are blocks of query tokens: those of a sequence differ in length on the device as they do in the plan, which
     /// sequences need not.
     pub are_blocks: bool,
-    /// Configuration to use for `split_kv.cu` in place of the table's.
-    pub config: Option<KernelConfig>,
 }
 
-/// When to use `low_latency.cu`.
+/// The kernel that serves every problem that it covers. Of the others `split_kv.cu` serves all that fit it, and `many_rows.cu` the rest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum LowLatency {
-    /// `auto`: where it is estimated to be the fastest kernel.
+pub enum KernelChoice {
+    /// `auto`: the kernel that is estimated to be the fastest.
     #[default]
     Auto,
-    /// `always`: wherever it covers the problem.
-    Always,
-    /// `global`: wherever it can merge through global memory, elsewhere as `auto`.
-    Global,
-    /// `never`.
-    Never,
+    /// `split_kv`; `split_kv:GxWxSxC` in this configuration, in place of the table's: row groups, row warps, stages, CTAs.
+    SplitKv(Option<KernelConfig>),
+    /// `low_latency`.
+    LowLatency,
+    /// `low_latency_global`: `low_latency.cu` whose CTAs merge through global memory wherever they can.
+    LowLatencyGlobal,
+    /// `many_rows`.
+    ManyRows,
+}
+
+impl KernelChoice {
+    /// The configuration of `split_kv.cu` that is asked for.
+    #[must_use]
+    pub fn config(self) -> Option<KernelConfig> {
+        match self {
+            KernelChoice::SplitKv(config) => config,
+            _ => None,
+        }
+    }
 }
 
 /// The error is what is allowed.
-impl FromStr for LowLatency {
+impl FromStr for KernelChoice {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
         match text {
-            "" | "auto" => Ok(LowLatency::Auto),
-            "always" => Ok(LowLatency::Always),
-            "global" => Ok(LowLatency::Global),
-            "never" => Ok(LowLatency::Never),
-            _ => Err("auto, always, global, never".to_owned()),
+            "auto" => Ok(KernelChoice::Auto),
+            "split_kv" => Ok(KernelChoice::SplitKv(None)),
+            "low_latency" => Ok(KernelChoice::LowLatency),
+            "low_latency_global" => Ok(KernelChoice::LowLatencyGlobal),
+            "many_rows" => Ok(KernelChoice::ManyRows),
+            _ => {
+                let shape = text.strip_prefix("split_kv:");
+                let config = shape.and_then(|shape| shape.parse().ok());
+                config.map(|config| KernelChoice::SplitKv(Some(config))).ok_or_else(|| {
+                    "auto, split_kv, split_kv:GxWxSxC of row groups, row warps, stages and CTAs from 1 to 64, low_latency, low_latency_global, many_rows".to_owned()
+                })
+            }
         }
     }
 }
@@ -195,27 +211,25 @@ impl KernelConfig {
     }
 }
 
-/// `row_groups,row_warps,stages,ctas` of `split_kv.cu`. The error is what is allowed.
+/// Row groups, row warps, stages and CTAs of `split_kv.cu`, such as `1x3x4x2`. The error is what is allowed.
 impl FromStr for KernelConfig {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        /// The largest number of a configuration.
-        const LARGEST: usize = 64;
-        let numbers: Vec<usize> = text
-            .split(',')
-            .filter_map(|n| n.parse().ok())
-            .map(|n: usize| n.clamp(1, LARGEST))
-            .collect();
-        let [row_groups, row_warps, stages, ctas] = numbers[..] else {
-            return Err("four numbers: row_groups,row_warps,stages,ctas".to_owned());
+        let numbers = text.split('x').map(|n| n.parse().ok());
+        let numbers = numbers.map(|n| n.filter(|n| (1..=64).contains(n)));
+        let numbers: Option<Vec<usize>> = numbers.collect();
+        let Some([row_groups, row_warps, stages, ctas]) = numbers.as_deref() else {
+            return Err(
+                "four numbers from 1 to 64: row groups, row warps, stages, CTAs".to_owned(),
+            );
         };
         Ok(KernelConfig {
             kernel: Kernel::SplitKv,
-            row_groups,
-            row_warps,
-            stages,
-            ctas,
+            row_groups: *row_groups,
+            row_warps: *row_warps,
+            stages: *stages,
+            ctas: *ctas,
         })
     }
 }
@@ -225,13 +239,17 @@ mod tests {
     use super::*;
 
     #[test]
-    fn preferences_are_parsed_or_refused() {
-        assert_eq!("".parse(), Ok(LowLatency::Auto));
-        assert_eq!("global".parse(), Ok(LowLatency::Global));
-        assert!("often".parse::<LowLatency>().is_err());
-        let config: KernelConfig = "1,2,99,1".parse().unwrap();
+    fn choices_are_parsed_or_refused() {
+        assert_eq!("auto".parse(), Ok(KernelChoice::Auto));
+        let global = "low_latency_global".parse();
+        assert_eq!(global, Ok(KernelChoice::LowLatencyGlobal));
+        assert!("often".parse::<KernelChoice>().is_err());
+        let shaped: KernelChoice = "split_kv:1x2x64x1".parse().unwrap();
+        let config = shaped.config().unwrap();
         assert_eq!((config.kernel, config.stages), (Kernel::SplitKv, 64));
-        assert!("1,2".parse::<KernelConfig>().is_err());
-        assert!("1,6,3,2,1".parse::<KernelConfig>().is_err());
+        for shape in ["", "1x2", "1x6x3x2x1", "1x2x65x1", "1x2x0x1", "1x2xax1"] {
+            assert!(shape.parse::<KernelConfig>().is_err(), "{shape}");
+            assert!(format!("split_kv:{shape}").parse::<KernelChoice>().is_err());
+        }
     }
 }

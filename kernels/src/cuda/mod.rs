@@ -29,7 +29,7 @@ pub mod split;
 
 pub use arch::Arch;
 pub use config::{
-    DeviceLimits, H200_MEMORY_PACE, Kernel, KernelConfig, KvLayout, LowLatency, Preferences,
+    DeviceLimits, H200_MEMORY_PACE, Kernel, KernelChoice, KernelConfig, KvLayout, Preferences,
 };
 pub use instance::Instance;
 pub use launch::Launch;

@@ -4,7 +4,7 @@ use attn_core::{KvFormat, Problem, Scheme, arithmetic, segments::num_spans};
 
 use super::{
     config::{
-        BULK_SHARED, DeviceLimits, Kernel, KernelConfig, KvLayout, LowLatency, Preferences,
+        BULK_SHARED, DeviceLimits, Kernel, KernelChoice, KernelConfig, KvLayout, Preferences,
         RESERVED_SHARED, SM_TEAMS, WARPGROUPS,
     },
     cost::{Cost, fastest_split, split_kv_us},
@@ -252,8 +252,12 @@ pub fn many_rows(
         _ => 24,
     };
     let are_many = shape.rows > few || shape.few_bytes_are_faster(problem, limits.sms);
-    let is_faster = are_many && preferences.config.is_none();
-    if !preferences.many_rows.unwrap_or(is_faster) {
+    let is_wanted = match preferences.kernel {
+        KernelChoice::Auto => are_many,
+        KernelChoice::ManyRows => true,
+        _ => false,
+    };
+    if !is_wanted {
         return None;
     }
     let config = shape.many_rows(limits.shared_limit)?;
@@ -340,12 +344,12 @@ pub fn select(
         return Some(config);
     }
     let shape = Shape::new(problem, format, layout);
-    let chosen = low_latency_kernel(problem, format, limits, preferences.low_latency);
+    let chosen = low_latency_kernel(problem, format, limits, preferences);
     let low_latency = shape
         .low_latency(limits.shared_limit)
         .find(|config| chosen == Some(config.kernel));
     low_latency
-        .or(preferences.config)
+        .or(preferences.kernel.config())
         .or_else(|| shape.split_kv(limits.shared_limit))
         .or_else(|| {
             // A work item is one CTA's there. More rows than that are no block of `many_rows`, which the caller does not want then.
@@ -359,14 +363,15 @@ fn low_latency_kernel(
     problem: &Problem,
     format: KvFormat,
     limits: DeviceLimits,
-    preference: LowLatency,
+    preferences: &Preferences,
 ) -> Option<Kernel> {
-    if problem.batch() > MAX_GRID || problem.num_kv_heads > MAX_GRID {
+    if preferences.are_blocks || problem.batch() > MAX_GRID || problem.num_kv_heads > MAX_GRID {
         return None;
     }
     let (cost, sms) = (Cost::new(problem, format, limits), limits.sms);
     let global = Some(Kernel::LowLatencyGlobal);
-    if preference == LowLatency::Global && fastest_split(problem, sms, &cost, global).is_some() {
+    let is_global = preferences.kernel == KernelChoice::LowLatencyGlobal;
+    if is_global && fastest_split(problem, sms, &cost, global).is_some() {
         return global;
     }
     let split = fastest_split(problem, sms, &cost, None);
@@ -378,12 +383,12 @@ fn low_latency_kernel(
     // A plan serves shorter sequences, too, of which `split_kv.cu` takes up to 4 µs more: worth a twentieth of the longest.
     let serves_all = split.is_some_and(|split| matches!(split.via, MergeVia::Global { .. }));
     let worth = if serves_all { 1.05 } else { 1.0 };
-    let is_chosen = match preference {
-        LowLatency::Auto | LowLatency::Global => {
+    let is_chosen = match preferences.kernel {
+        KernelChoice::Auto | KernelChoice::LowLatencyGlobal => {
             us.is_some_and(|us| us < worth * split_kv_us(problem, format, limits))
         }
-        LowLatency::Always => true,
-        LowLatency::Never => false,
+        KernelChoice::LowLatency => true,
+        KernelChoice::SplitKv(_) | KernelChoice::ManyRows => false,
     };
     is_chosen.then_some(kernel)
 }

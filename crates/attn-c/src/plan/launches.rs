@@ -99,7 +99,7 @@ impl Plan {
 ///
 /// # Safety
 /// `plan` has not been destroyed. The structs' addresses are device memory as documented, and stay so until the work has run. On the device, lengths
-/// are 0 to max_tokens, and pages are below num_pages. ATTN_CHECK=1 in the environment checks them before each launch, outside of graphs.
+/// are 0 to max_tokens, and pages are below num_pages. ATTN_CUDA=check=1 in the environment checks them before each launch, outside of graphs.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn attn_plan_attend(
     plan: *const Plan,

@@ -84,7 +84,7 @@ impl Isa {
             backend: crate::BACKEND,
             reason: format!("this machine has no {self}"),
             next_step: format!(
-                "it has {}; set Options::isa or ATTN_CPU_ISA to one of them, or neither",
+                "it has {}; set Options::isa or ATTN_CPU=isa=NAME to one of them, or neither",
                 have.join(", ")
             ),
         })

@@ -1,4 +1,4 @@
-//! The checking launch of `ATTN_CHECK=1`, which looks at the inputs of the launch behind it.
+//! The checking launch of `ATTN_CUDA=check=1`, which looks at the inputs of the launch behind it.
 
 use std::{ffi::c_void, sync::Arc};
 
@@ -15,7 +15,7 @@ use crate::{
     error::CudaError,
 };
 
-/// `check.cu`, if `ATTN_CHECK=1` asked for it.
+/// `check.cu`, if `ATTN_CUDA=check=1` asked for it.
 pub(super) fn check_kernel(device: &Device) -> Result<Option<Arc<LoadedKernel>>, Error> {
     let wanted = device.check.is_some();
     wanted

@@ -7,7 +7,7 @@ use attn_core::{
 };
 
 use attn_kernels::cuda::{
-    DeviceLimits, Instance, Kernel, KernelConfig, KvLayout, Launch, LowLatency, Preferences,
+    DeviceLimits, Instance, Kernel, KernelChoice, KernelConfig, KvLayout, Launch, Preferences,
     instance,
     params::{DecodeParams, DequantizeParams, FastDivmod, QueryBlock},
     smem::shared_bytes,
@@ -145,8 +145,7 @@ impl LaunchPlan {
             false => *preferences,
             // The kernel that leaves them.
             true => Preferences {
-                low_latency: LowLatency::Never,
-                many_rows: Some(false),
+                kernel: KernelChoice::SplitKv(preferences.kernel.config()),
                 ..*preferences
             },
         };

@@ -48,7 +48,7 @@ impl CudaBackend {
     /// `cu_seqlens_q` is i32 or u32 `[batch + 1]`: the first query token of each sequence, counted through all of them, then the end of the last
     /// one's. A sequence without query tokens costs nothing. The list goes to `to`, [`NativePlan::query_blocks_bytes`] bytes.
     ///
-    /// With `ATTN_CHECK=1` a checking launch goes first, as in [`CudaBackend::decode_on`].
+    /// With `ATTN_CUDA=check=1` a checking launch goes first, as in [`CudaBackend::decode_on`].
     ///
     /// # Safety
     /// - As [`CudaBackend::decode_on`] for the stream, addresses and lifetimes; no launch that reads the list runs meanwhile.

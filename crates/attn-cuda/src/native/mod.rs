@@ -424,7 +424,7 @@ impl CudaBackend {
 
     /// Enqueues one decode step on the caller's stream. Allocates nothing, synchronizes nothing, and can be captured.
     ///
-    /// With `ATTN_CHECK=1` in the environment of [`CudaBackend::open`], a checking launch goes first and is waited for.
+    /// With `ATTN_CUDA=check=1` in the environment of [`CudaBackend::open`], a checking launch goes first and is waited for.
     ///
     /// # Safety
     /// - `stream` is a live `CUstream` of this backend's context (the device's primary one), which is current on this thread.

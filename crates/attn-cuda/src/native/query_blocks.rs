@@ -3,7 +3,7 @@
 use std::borrow::Cow;
 
 use attn_core::{Error, KvFormat, Problem, QueryBlock, Unsupported};
-use attn_kernels::cuda::{DeviceLimits, KvLayout, LowLatency, Preferences, params, select};
+use attn_kernels::cuda::{DeviceLimits, KvLayout, Preferences, params, select};
 
 use crate::{error::BACKEND, sizes};
 
@@ -107,12 +107,10 @@ impl<'a> Launched<'a> {
 
     /// The caller's preferences, restricted to kernels that index blocks and sequences separately.
     pub(super) fn preferences(&self, given: &Preferences) -> Preferences {
-        let mut preferences = *given;
-        if !matches!(self.blocks, Blocks::Sequences) {
-            preferences.low_latency = LowLatency::Never;
-            preferences.are_blocks = true;
+        Preferences {
+            are_blocks: !matches!(self.blocks, Blocks::Sequences),
+            ..*given
         }
-        preferences
     }
 }
 

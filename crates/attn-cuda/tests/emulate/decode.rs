@@ -20,7 +20,7 @@ use attn_cuda::{
     native::{DecodeArgs, DeviceAddress, DeviceKv, DeviceRows, Dtype, KvLayout, alibi_slopes_log2},
 };
 use attn_kernels::cuda::{
-    Arch, DeviceLimits, Instance, Kernel, LowLatency, Preferences, params::QueryBlock,
+    Arch, DeviceLimits, Instance, Kernel, KernelChoice, Preferences, params::QueryBlock,
 };
 
 use libtest_mimic::Trial;
@@ -108,13 +108,11 @@ impl Inputs {
 }
 
 /// The kernel that a job is to have.
-fn prefers(low_latency: LowLatency, many_rows: bool) -> Preferences {
+fn prefers(kernel: KernelChoice) -> Preferences {
     Preferences {
-        low_latency,
-        many_rows: Some(many_rows),
+        kernel,
         dequantize: Some(false),
         are_blocks: false,
-        config: None,
     }
 }
 
@@ -139,7 +137,7 @@ impl Job {
         preferences: Preferences,
         arch: Arch,
     ) -> Result<Option<Self>> {
-        let many_rows = preferences.many_rows == Some(true);
+        let many_rows = preferences.kernel == KernelChoice::ManyRows;
         let p = &case.problem;
         let tiles: usize = p.kv_lens.iter().map(|len| len.div_ceil(64).max(1)).sum();
         let rows = p.heads_per_kv() * p.max_q_len();
@@ -155,8 +153,10 @@ impl Job {
             return Ok(None);
         }
         // Clusters of up to 8 CTAs, or of up to 4, and alone with an item where there are many.
-        let sms = match preferences.low_latency {
-            LowLatency::Always | LowLatency::Global => [56, 20][case.seed as usize % 2],
+        let sms = match preferences.kernel {
+            KernelChoice::LowLatency | KernelChoice::LowLatencyGlobal => {
+                [56, 20][case.seed as usize % 2]
+            }
             _ => sms,
         };
         let limits = DeviceLimits::new(arch.shared_limit(), sms);
@@ -451,27 +451,27 @@ impl Shapes {
     fn add_as(&mut self, case: &Case, layout: KvLayout) -> Result<()> {
         let job_of =
             |kind, preferences| Job::new(kind, case.clone(), layout, preferences, Arch::Sm90a);
-        let job = |low_latency, many_rows| {
-            let preferences = prefers(low_latency, many_rows);
-            job_of(PlanKind::Known, preferences)
-        };
-        match job(LowLatency::Never, false)? {
+        let job = |kernel| job_of(PlanKind::Known, prefers(kernel));
+        match job(KernelChoice::SplitKv(None))? {
             Some(job) => self.jobs.push(job),
             None => self.left += 1,
         }
-        let many_rows = job(LowLatency::Never, true)?;
+        let many_rows = job(KernelChoice::ManyRows)?;
         let is_covered = |job: &Job| job.plan.config.kernel.is_many_rows();
         self.jobs.extend(many_rows.filter(is_covered));
         for (job, kernel) in [
-            (job(LowLatency::Always, false)?, Kernel::LowLatencyCluster),
-            (job(LowLatency::Global, false)?, Kernel::LowLatencyGlobal),
+            (job(KernelChoice::LowLatency)?, Kernel::LowLatencyCluster),
+            (
+                job(KernelChoice::LowLatencyGlobal)?,
+                Kernel::LowLatencyGlobal,
+            ),
         ] {
             self.jobs
                 .extend(job.filter(|job| job.plan.config.kernel == kernel));
         }
         let from_f16 = Preferences {
             dequantize: Some(true),
-            ..prefers(LowLatency::Never, true)
+            ..prefers(KernelChoice::ManyRows)
         };
         for kind in [PlanKind::Known, PlanKind::Ragged] {
             let job = job_of(kind, from_f16)?;
@@ -479,10 +479,11 @@ impl Shapes {
                 .extend(job.filter(|job| job.plan.dequantized.is_some()));
         }
         if case.problem.max_q_len() > 1 {
-            for many_rows in [false, true] {
-                let preferences = prefers(LowLatency::Never, many_rows);
-                let job = job_of(PlanKind::Ragged, preferences)?;
-                let is_other = |job: &Job| !many_rows || job.plan.config.kernel.is_many_rows();
+            for kernel in [KernelChoice::SplitKv(None), KernelChoice::ManyRows] {
+                let job = job_of(PlanKind::Ragged, prefers(kernel))?;
+                let is_other = |job: &Job| {
+                    kernel != KernelChoice::ManyRows || job.plan.config.kernel.is_many_rows()
+                };
                 self.jobs.extend(job.filter(is_other));
             }
         }
@@ -497,7 +498,7 @@ fn without_copy_engine(case: &Case) -> Result<Vec<Job>> {
         true => KvLayout::PagedRows(16),
         false => KvLayout::Pages(case.page_size),
     };
-    let as_it_is = prefers(LowLatency::Never, true);
+    let as_it_is = prefers(KernelChoice::ManyRows);
     let from_pages = Preferences {
         dequantize: Some(true),
         ..as_it_is
@@ -526,11 +527,10 @@ pub fn trials(kernels: &Arc<Kernels>, size: Size, count: u64, seed: u64) -> Resu
         shapes.jobs.extend(without_copy_engine(&case)?);
     }
     for case in short_ones() {
-        for low_latency in [LowLatency::Never, LowLatency::Global] {
-            let preferences = prefers(low_latency, false);
+        for kernel in [KernelChoice::SplitKv(None), KernelChoice::LowLatencyGlobal] {
             shapes
                 .jobs
-                .push(Job::of_long_plan(case.clone(), preferences)?);
+                .push(Job::of_long_plan(case.clone(), prefers(kernel))?);
         }
     }
     println!(

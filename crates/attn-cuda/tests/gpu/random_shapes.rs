@@ -11,7 +11,7 @@ use attn_conformance::{
 };
 use attn_cpu::CpuBackend;
 use attn_cuda::{CudaBackend, Options};
-use attn_kernels::cuda::{KvLayout, LowLatency, instance::covered};
+use attn_kernels::cuda::{KernelChoice, KvLayout, instance::covered};
 
 use crate::passes;
 
@@ -59,21 +59,17 @@ fn run(gpus: &[CudaBackend; 3], first: u64) -> Result<()> {
     Ok(())
 }
 
-/// The GPU as it is, and as two smaller ones: one without `low_latency.cu`, one that merges through global memory wherever it can.
+/// The GPU as it is, and as two smaller ones: one whose kernel is `many_rows.cu` wherever it can, one that merges through global memory wherever it can.
 fn open() -> Result<[CudaBackend; 3]> {
     let options = Options::from_env()?;
-    let smaller = |sms, low_latency| {
-        let options = options
-            .clone()
-            .sms(sms)
-            .low_latency(low_latency)
-            .many_rows(low_latency == LowLatency::Never);
+    let smaller = |sms, kernel| {
+        let options = options.clone().sms(sms).kernel(kernel);
         CudaBackend::with_options(&options)
     };
     Ok([
         CudaBackend::open()?,
-        smaller(37, LowLatency::Never)?,
-        smaller(61, LowLatency::Global)?,
+        smaller(37, KernelChoice::ManyRows)?,
+        smaller(61, KernelChoice::LowLatencyGlobal)?,
     ])
 }
 

@@ -225,7 +225,7 @@ class Cache:
 
         Raises:
             ShapeError, SequenceError, CacheFullError, ParameterError; NumberError for NaN and infinity in host memory (numbers on a GPU are not
-            looked at, unless `ATTN_CHECK=1` is set).
+            looked at, unless `ATTN_CUDA=check=1` is set).
         """
         k, v = Rows("k", k), Rows("v", v)
         sequences, tokens = self._batch("k", k, sequences, "tokens", tokens)

@@ -67,9 +67,9 @@ const LIMITS: DeviceLimits = DeviceLimits {
     memory_pace: H200_MEMORY_PACE,
 };
 
-fn chosen(problem: &Problem, format: KvFormat, low_latency: LowLatency) -> KernelConfig {
+fn chosen(problem: &Problem, format: KvFormat, kernel: KernelChoice) -> KernelConfig {
     let preferences = Preferences {
-        low_latency,
+        kernel,
         ..Preferences::default()
     };
     select(problem, format, KvLayout::Pages(64), LIMITS, &preferences).unwrap()
@@ -83,7 +83,7 @@ fn latency_and_full_waves_go_to_teams_that_share_tiles() {
         let format = format.parse().unwrap();
         for &(kv_len, batch) in shapes {
             let problem = step([q, kv, 128], vec![kv_len; batch]);
-            let got = chosen(&problem, format, LowLatency::Auto).kernel;
+            let got = chosen(&problem, format, KernelChoice::Auto).kernel;
             assert_eq!(got, want, "{format}, {kv_len} tokens, batch {batch}");
         }
     };
@@ -133,28 +133,34 @@ fn head_dims_choose_for_themselves() {
         (256, 64, Kernel::LowLatencyCluster),
     ] {
         let problem = step([8, 1, head_dim], vec![8192; batch]);
-        let got = chosen(&problem, KvFormat::INT8, LowLatency::Auto);
+        let got = chosen(&problem, KvFormat::INT8, KernelChoice::Auto);
         assert_eq!(got.kernel, want, "{head_dim}");
     }
 }
 
 #[test]
-fn low_latency_can_be_had_always_and_never() {
+fn a_kernel_can_be_had_always_and_never() {
     let problem = step([8, 1, 128], vec![8192; 512]);
     let of = |problem: &Problem, preference| {
         let config = chosen(problem, KvFormat::INT8, preference);
         let launch = Launch::new(&config, problem, KvFormat::INT8, LIMITS);
         (config.kernel, launch.grid)
     };
-    let always = of(&problem, LowLatency::Always);
+    let always = of(&problem, KernelChoice::LowLatency);
     assert_eq!(always, (Kernel::LowLatencyCluster, [1, 1, 512]));
-    let never = of(&problem, LowLatency::Never);
+    let never = of(&problem, KernelChoice::SplitKv(None));
     assert_eq!(never, (Kernel::SplitKv, [264, 1, 1]));
-    assert_eq!(of(&problem, LowLatency::Global).0, Kernel::SplitKv);
+    assert_eq!(
+        of(&problem, KernelChoice::LowLatencyGlobal).0,
+        Kernel::SplitKv
+    );
     let long = step([8, 1, 128], vec![300, 1]);
-    assert_eq!(of(&long, LowLatency::Global).0, Kernel::LowLatencyGlobal);
+    assert_eq!(
+        of(&long, KernelChoice::LowLatencyGlobal).0,
+        Kernel::LowLatencyGlobal
+    );
     let few = step([8, 1, 128], vec![100]);
-    assert_eq!(of(&few, LowLatency::Never).0, Kernel::SplitKv);
+    assert_eq!(of(&few, KernelChoice::SplitKv(None)).0, Kernel::SplitKv);
 }
 
 #[test]
@@ -306,7 +312,7 @@ fn gpus_without_a_copy_engine_have_many_rows() {
     let config = select(&problem, bf16, pages, a100, &Preferences::default()).unwrap();
     assert_eq!((config.kernel, config.row_warps), (Kernel::ManyRows, 2));
     let unwanted = Preferences {
-        many_rows: Some(false),
+        kernel: KernelChoice::SplitKv(None),
         ..Preferences::default()
     };
     let selects = |q_len| {
@@ -344,11 +350,11 @@ fn stages_of_16_bit_floats_divide_into_steps() {
 }
 
 #[test]
-fn a_preferred_configuration_is_taken_where_low_latency_is_not() {
+fn a_configuration_that_is_asked_for_is_taken() {
     let problem = step([8, 1, 128], vec![8192; 512]);
-    let config: KernelConfig = "1,2,3,1".parse().unwrap();
+    let config: KernelConfig = "1x2x3x1".parse().unwrap();
     let preferences = Preferences {
-        config: Some(config),
+        kernel: KernelChoice::SplitKv(Some(config)),
         ..Preferences::default()
     };
     let got = select(
