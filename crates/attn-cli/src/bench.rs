@@ -1,8 +1,10 @@
 //! `attn bench`: named workloads on one backend, beside a pure read of as many bytes in the same run.
 //!
-//! Workloads and timers are those of `attn-bench`. `choice.rs` chooses the workloads, `report.rs` prints figures, `recorded.rs` reads earlier ones, `plot.rs` draws charts.
+//! Workloads and timers are those of `attn-bench`. `choice.rs` chooses the workloads, `report.rs` prints figures, `explain.rs` which kernel is chosen and why, `recorded.rs` reads earlier ones, `plot.rs` draws charts.
 
 mod choice;
+#[cfg(feature = "cuda")]
+mod explain;
 mod recorded;
 mod report;
 
@@ -45,6 +47,10 @@ pub struct BenchArgs {
     /// Print names and bytes, and stop.
     #[arg(long, conflicts_with_all = ["plot", "threads", "runs"])]
     list: bool,
+    /// Print the CUDA kernels that cover each workload, their estimated times and the choice, for the GPU that is here or else for an H200, and stop.
+    #[cfg(feature = "cuda")]
+    #[arg(long, conflicts_with_all = ["backend", "list", "plot", "threads", "runs"])]
+    explain: bool,
     /// On the CPU, also what takes gigabytes of memory.
     #[arg(long)]
     large: bool,
@@ -158,6 +164,14 @@ pub fn bench(args: &BenchArgs, console: &mut Console<'_>, backends: &Backends) -
     let mut workloads = args.custom.workloads()?;
     if !args.names.is_empty() {
         workloads = chosen(&args.names)?;
+    }
+    #[cfg(feature = "cuda")]
+    if args.explain {
+        if workloads.is_empty() {
+            workloads = chosen(&default_names(BackendId::Cuda, false))?;
+        }
+        explain::explain(&workloads, console)?;
+        return Ok(true);
     }
     let backend = match args.backend {
         Some(backend) => backend,

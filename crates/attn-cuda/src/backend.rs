@@ -206,7 +206,7 @@ impl DecodeAttention for CudaBackend {
             backend: BACKEND,
             reason: error.to_string(),
         })?;
-        let (instance, ..) = native::choose(&self.device, problem, format, USUAL)?;
+        let instance = native::choose(&self.device, problem, format, USUAL)?;
         images::obtainable(&instance, self.device.arch).map_err(|error| Unsupported::Absent {
             backend: BACKEND,
             reason: error.to_string(),

@@ -11,6 +11,7 @@ mod device;
 mod device_steps;
 mod device_tables;
 mod error;
+mod explain;
 mod gpu;
 mod handles;
 mod image_cache;
@@ -32,6 +33,7 @@ use attn_core::{DecodeAttention, Unsupported};
 
 pub use attn_kernels::cuda::{Arch, KernelChoice, KernelConfig};
 pub use error::CudaError;
+pub use explain::{ExplainedKernel, Explanation};
 pub use gpu::CudaBackend;
 pub use image_cache::CacheError;
 pub use images::ImageError;

@@ -1,6 +1,6 @@
 //! The decode kernels, how a CTA of each is configured, and the limits that a device sets.
 
-use std::str::FromStr;
+use std::{fmt, str::FromStr};
 
 use attn_core::arithmetic;
 
@@ -39,6 +39,19 @@ pub enum Kernel {
     ManyRows,
     /// `many_rows.cu` whose teams take whole work items: where these are many, or leave no team without work for long.
     ManyRowsWhole,
+}
+
+/// As `kernel=` of `ATTN_CUDA` has it; `many_rows of items` for the one whose teams take whole work items.
+impl fmt::Display for Kernel {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Kernel::SplitKv => "split_kv",
+            Kernel::LowLatencyCluster => "low_latency",
+            Kernel::LowLatencyGlobal => "low_latency_global",
+            Kernel::ManyRows => "many_rows",
+            Kernel::ManyRowsWhole => "many_rows of items",
+        })
+    }
 }
 
 impl Kernel {

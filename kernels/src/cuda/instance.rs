@@ -4,7 +4,7 @@ use attn_core::{Int8Scale, KvFormat, Problem, Scheme};
 
 use super::{
     arch::Arch,
-    config::{DeviceLimits, Kernel, KernelConfig, KvLayout, Preferences, SM_TEAMS},
+    config::{Kernel, KernelConfig, KvLayout, SM_TEAMS},
     select::{self, Shape},
 };
 
@@ -130,18 +130,6 @@ fn scheme_id(scheme: Scheme) -> usize {
 }
 
 impl Instance {
-    /// The fastest decode kernel of a problem; `None` if none fits the device.
-    pub fn decode(
-        problem: &Problem,
-        format: KvFormat,
-        layout: KvLayout,
-        limits: DeviceLimits,
-        preferences: &Preferences,
-    ) -> Option<Self> {
-        let config = select::select(problem, format, layout, limits, preferences)?;
-        Some(Self::configured(problem, format, layout, config))
-    }
-
     /// The kernels of all decode steps that differ from this problem's in batch and lengths alone.
     pub fn all_decode(
         problem: &Problem,
@@ -206,7 +194,8 @@ impl Instance {
         Some(leaving)
     }
 
-    fn configured(
+    /// The decode kernel of a problem in this configuration.
+    pub fn configured(
         problem: &Problem,
         format: KvFormat,
         layout: KvLayout,

@@ -10,7 +10,7 @@ use super::{
     cost::{Cost, fastest_split, split_kv_us},
     launch::takes_whole_items,
     smem::{Stage, shared_bytes},
-    split::{MergeVia, longest, rows},
+    split::{longest, rows},
 };
 
 /// The most CTAs along a grid's second and third axis.
@@ -332,6 +332,24 @@ pub(crate) fn dequantized_as(
     Some((attended, KvLayout::Pages(DEQUANTIZED_PAGE)))
 }
 
+/// A kernel that covers a problem, and how long it is estimated to take.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Candidate {
+    /// The kernel as it would be configured.
+    pub config: KernelConfig,
+    /// Microseconds for the plan's longest sequences; `None` for `many_rows.cu`, which is chosen by its rows and spans, and where no estimate holds.
+    pub us: Option<f64>,
+}
+
+/// The kernel of a problem, and what it was selected among.
+#[derive(Debug, Clone)]
+pub struct Selected {
+    /// The kernel.
+    pub config: KernelConfig,
+    /// One of each source that covers the problem: `split_kv.cu`, `low_latency.cu`, `many_rows.cu`.
+    pub candidates: Vec<Candidate>,
+}
+
 /// The fastest kernel of a problem, by its longest sequence; `None` if nothing fits.
 pub fn select(
     problem: &Problem,
@@ -339,58 +357,89 @@ pub fn select(
     layout: KvLayout,
     limits: DeviceLimits,
     preferences: &Preferences,
-) -> Option<KernelConfig> {
-    if let Some(config) = many_rows(problem, format, layout, limits, preferences) {
-        return Some(config);
-    }
+) -> Option<Selected> {
     let shape = Shape::new(problem, format, layout);
-    let chosen = low_latency_kernel(problem, format, limits, preferences);
-    let low_latency = shape
-        .low_latency(limits.shared_limit)
-        .find(|config| chosen == Some(config.kernel));
-    low_latency
-        .or(preferences.kernel.config())
-        .or_else(|| shape.split_kv(limits.shared_limit))
-        .or_else(|| {
-            // A work item is one CTA's there. More rows than that are no block of `many_rows`, which the caller does not want then.
-            let config = shape.many_rows(limits.shared_limit);
-            config.filter(|config| shape.rows <= config.rows())
-        })
+    let shared_limit = limits.shared_limit;
+    let us = split_kv_us(problem, format, limits);
+    let table = || shape.split_kv(shared_limit);
+    let split_kv = preferences.kernel.config().or_else(table);
+    let low_latency = LowLatency::of(problem, format, limits, preferences);
+    let low_latency = low_latency.and_then(|estimated| {
+        let mut configs = shape.low_latency(shared_limit);
+        let config = configs.find(|config| config.kernel == estimated.kernel);
+        config.map(|config| (config, estimated))
+    });
+    let chosen = low_latency.filter(|(_, estimated)| estimated.is_chosen(preferences.kernel, us));
+    let many = many_rows(problem, format, layout, limits, preferences);
+    // A work item is one CTA's there. More rows than that are no block of `many_rows`, which the caller does not want then.
+    let fits = shape.many_rows(shared_limit);
+    let at_last = fits.filter(|config| shape.rows <= config.rows());
+    let config = many
+        .or(chosen.map(|(config, _)| config))
+        .or(split_kv)
+        .or(at_last)?;
+    let candidates = [
+        split_kv.map(|config| (config, Some(us))),
+        low_latency.map(|(config, estimated)| (config, estimated.us)),
+        many.or(fits).map(|config| (config, None)),
+    ];
+    let candidates = candidates.into_iter().flatten();
+    Some(Selected {
+        config,
+        candidates: candidates
+            .map(|(config, us)| Candidate { config, us })
+            .collect(),
+    })
 }
 
-/// The kernel of `low_latency.cu` that is faster than the others, or preferred. It has a launch then.
-fn low_latency_kernel(
-    problem: &Problem,
-    format: KvFormat,
-    limits: DeviceLimits,
-    preferences: &Preferences,
-) -> Option<Kernel> {
-    if preferences.are_blocks || problem.batch() > MAX_GRID || problem.num_kv_heads > MAX_GRID {
-        return None;
-    }
-    let (cost, sms) = (Cost::new(problem, format, limits), limits.sms);
-    let global = Some(Kernel::LowLatencyGlobal);
-    let is_global = preferences.kernel == KernelChoice::LowLatencyGlobal;
-    if is_global && fastest_split(problem, sms, &cost, global).is_some() {
-        return global;
-    }
-    let split = fastest_split(problem, sms, &cost, None);
-    let kernel = split.map_or(Kernel::LowLatencyCluster, |split| split.via.kernel());
-    let us = match split {
-        Some(split) => Some(cost.of_split(&split)),
-        None => cost.of_waves(problem, sms),
-    };
-    // A plan serves shorter sequences, too, of which `split_kv.cu` takes up to 4 µs more: worth a twentieth of the longest.
-    let serves_all = split.is_some_and(|split| matches!(split.via, MergeVia::Global { .. }));
-    let worth = if serves_all { 1.05 } else { 1.0 };
-    let is_chosen = match preferences.kernel {
-        KernelChoice::Auto | KernelChoice::LowLatencyGlobal => {
-            us.is_some_and(|us| us < worth * split_kv_us(problem, format, limits))
+/// The kernel of `low_latency.cu` that is faster than the other, or preferred.
+#[derive(Clone, Copy)]
+struct LowLatency {
+    kernel: Kernel,
+    us: Option<f64>,
+    /// Whether merging through global memory has been asked for, and has a launch.
+    is_preferred: bool,
+}
+
+impl LowLatency {
+    /// `None` where a grid has no room for the problem's sequences or heads.
+    fn of(
+        problem: &Problem,
+        format: KvFormat,
+        limits: DeviceLimits,
+        preferences: &Preferences,
+    ) -> Option<Self> {
+        if preferences.are_blocks || problem.batch() > MAX_GRID || problem.num_kv_heads > MAX_GRID {
+            return None;
         }
-        KernelChoice::LowLatency => true,
-        KernelChoice::SplitKv(_) | KernelChoice::ManyRows => false,
-    };
-    is_chosen.then_some(kernel)
+        let (cost, sms) = (Cost::new(problem, format, limits), limits.sms);
+        let is_global = preferences.kernel == KernelChoice::LowLatencyGlobal;
+        let global = Some(Kernel::LowLatencyGlobal).filter(|_| is_global);
+        let preferred = global.and_then(|_| fastest_split(problem, sms, &cost, global));
+        let split = preferred.or_else(|| fastest_split(problem, sms, &cost, None));
+        Some(LowLatency {
+            kernel: split.map_or(Kernel::LowLatencyCluster, |split| split.via.kernel()),
+            us: match split {
+                Some(split) => Some(cost.of_split(&split)),
+                None => cost.of_waves(problem, sms),
+            },
+            is_preferred: preferred.is_some(),
+        })
+    }
+
+    /// Whether it is chosen rather than `split_kv.cu`, which takes so long.
+    fn is_chosen(&self, choice: KernelChoice, split_kv_us: f64) -> bool {
+        // A plan serves shorter sequences, too, of which `split_kv.cu` takes up to 4 µs more: worth a twentieth of the longest. Those of a plan for global memory all go
+        // through it.
+        let serves_all = self.kernel == Kernel::LowLatencyGlobal;
+        let worth = if serves_all { 1.05 } else { 1.0 };
+        let is_faster = self.us.is_some_and(|us| us < worth * split_kv_us);
+        match choice {
+            KernelChoice::Auto | KernelChoice::LowLatencyGlobal => self.is_preferred || is_faster,
+            KernelChoice::LowLatency => true,
+            KernelChoice::SplitKv(_) | KernelChoice::ManyRows => false,
+        }
+    }
 }
 
 #[cfg(test)]

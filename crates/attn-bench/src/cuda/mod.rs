@@ -19,6 +19,7 @@ use attn_cuda::{
 };
 use cudarc::driver::{CudaGraph, CudaSlice, DriverError, sys};
 
+pub use attn_cuda::{ExplainedKernel, Explanation};
 pub use buffers::Buffers;
 pub use transfer::Transfer;
 
@@ -114,6 +115,14 @@ pub fn layout(workload: &Workload) -> KvLayout {
     }
 }
 
+/// The choice of the workload's kernel on an H200.
+///
+/// # Errors
+/// Those of [`CudaTimer::prepare`], but for the device's.
+pub fn explain_on_h200(workload: &Workload) -> Result<Explanation, Error> {
+    Explanation::on_h200(&workload.problem, workload.format, layout(workload))
+}
+
 /// Cut to bf16.
 fn bf16(numbers: &[f32]) -> Vec<u16> {
     numbers.iter().map(|x| (x.to_bits() >> 16) as u16).collect()
@@ -141,6 +150,17 @@ impl CudaTimer {
             buffers,
             gpu,
         })
+    }
+
+    /// The choice of the workload's kernel.
+    ///
+    /// # Errors
+    /// Those of [`CudaTimer::prepare`], but for the device's.
+    pub fn explain(&self, workload: &Workload) -> Result<Explanation, Error> {
+        let Workload {
+            problem, format, ..
+        } = workload;
+        self.gpu.explain(problem, *format, layout(workload))
     }
 
     /// Whether there is a kernel for the workload; loads none.

@@ -10,6 +10,7 @@ use attn_kernels::cuda::{
     DeviceLimits, Instance, Kernel, KernelChoice, KernelConfig, KvLayout, Launch, Preferences,
     instance,
     params::{DecodeParams, DequantizeParams, FastDivmod, QueryBlock},
+    select::{self, Candidate, Selected},
     smem::shared_bytes,
 };
 
@@ -28,6 +29,8 @@ pub struct LaunchPlan {
     pub instance: Instance,
     /// Configuration of its CTAs.
     pub config: KernelConfig,
+    /// The kernels that cover the problem, that of `config` among them.
+    pub candidates: Vec<Candidate>,
     /// Dynamic shared memory of a CTA, or of each of its teams, bytes.
     pub shared_bytes: usize,
     /// Grid, and the partials that its CTAs exchange.
@@ -61,18 +64,27 @@ const MANY_ROWS: usize = 128;
 /// The most bytes of partials where the blocks of query tokens may be divided among several launches.
 const MOST_PARTIALS: usize = 256 << 20;
 
-/// The instance, configuration and shared memory of a problem's kernel.
+/// A problem's kernel, and what it was selected among.
+struct Chosen {
+    instance: Instance,
+    selected: Selected,
+    /// Bytes of a CTA, or of each of its teams.
+    shared: usize,
+}
+
+/// The kernel of a problem.
 pub(crate) fn choose(
     device: &Device,
     problem: &Problem,
     format: KvFormat,
     layout: KvLayout,
-) -> Result<(Instance, KernelConfig, usize), Unsupported> {
+) -> Result<Instance, Unsupported> {
     let (limits, preferences) = (device.limits(), &device.preferences);
     let kind = PlanKind::Known;
     let launched = Launched::new(kind, problem, format, layout, limits, preferences)?;
     let preferences = launched.preferences(preferences);
-    configure(limits, &preferences, &launched, format, layout)
+    let chosen = configure(limits, &preferences, &launched, format, layout)?;
+    Ok(chosen.instance)
 }
 
 fn configure(
@@ -81,7 +93,7 @@ fn configure(
     launched: &Launched<'_>,
     format: KvFormat,
     layout: KvLayout,
-) -> Result<(Instance, KernelConfig, usize), Unsupported> {
+) -> Result<Chosen, Unsupported> {
     let problem = &*launched.problem;
     let refuse = |(what, built): (String, String)| Unsupported::NoKernel {
         backend: BACKEND,
@@ -89,25 +101,27 @@ fn configure(
         built,
     };
     instance::covered(format, layout).map_err(refuse)?;
-    match Instance::decode(problem, format, layout, limits, preferences) {
-        Some(instance @ Instance::Decode { config, .. }) => {
-            check_counts(problem).map_err(refuse)?;
-            if matches!(launched.blocks, Blocks::Sequences) {
-                let work = work(problem, config, problem.kv_lens.iter().copied());
-                check_work(problem, work).map_err(refuse)?;
-            }
-            let shared = shared_bytes(&config, format, problem.head_dim, layout);
-            Ok((instance, config, shared))
-        }
-        _ => Err(refuse((
+    let Some(selected) = select::select(problem, format, layout, limits, preferences) else {
+        return Err(refuse((
             format!(
                 "{format} with head_dim {} in {} KiB of shared memory",
                 problem.head_dim,
                 limits.shared_limit / 1024
             ),
             "what fits, such as smaller head_dims".into(),
-        ))),
+        )));
+    };
+    let config = selected.config;
+    check_counts(problem).map_err(refuse)?;
+    if matches!(launched.blocks, Blocks::Sequences) {
+        let work = work(problem, config, problem.kv_lens.iter().copied());
+        check_work(problem, work).map_err(refuse)?;
     }
+    Ok(Chosen {
+        instance: Instance::configured(problem, format, layout, config),
+        shared: shared_bytes(&config, format, problem.head_dim, layout),
+        selected,
+    })
 }
 
 impl LaunchPlan {
@@ -164,8 +178,12 @@ impl LaunchPlan {
         };
         let launched = Launched::new(kind, problem, format, kv_layout, limits, preferences)?;
         let preferences = launched.preferences(preferences);
-        let (mut instance, config, shared_bytes) =
-            configure(limits, &preferences, &launched, format, kv_layout)?;
+        let Chosen {
+            mut instance,
+            selected,
+            shared: shared_bytes,
+        } = configure(limits, &preferences, &launched, format, kv_layout)?;
+        let config = selected.config;
         let max_kv_len = problem.kv_lens.iter().copied().max().unwrap_or(0);
         let heads = problem.num_kv_heads;
         let mut launch = Launch::new(&config, &launched.problem, format, limits);
@@ -206,6 +224,7 @@ impl LaunchPlan {
         Ok(LaunchPlan {
             instance,
             config,
+            candidates: selected.candidates,
             shared_bytes,
             launch,
             max_kv_len,

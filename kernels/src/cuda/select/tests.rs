@@ -72,7 +72,9 @@ fn chosen(problem: &Problem, format: KvFormat, kernel: KernelChoice) -> KernelCo
         kernel,
         ..Preferences::default()
     };
-    select(problem, format, KvLayout::Pages(64), LIMITS, &preferences).unwrap()
+    select(problem, format, KvLayout::Pages(64), LIMITS, &preferences)
+        .unwrap()
+        .config
 }
 
 /// The kernel that `docs/data/h200-kernels.csv` has as the faster one is chosen.
@@ -107,7 +109,7 @@ fn latency_and_full_waves_go_to_teams_that_share_tiles() {
         let (problem, preferences) = (step([32, 8, 128], [32_768]), Preferences::default());
         let (format, layout) = (KvFormat::INT8_INT4, KvLayout::Pages(64));
         let config = select(&problem, format, layout, limits, &preferences);
-        config.map(|config| config.kernel)
+        config.map(|selected| selected.config.kernel)
     };
     assert_eq!((of(LIMITS), of(h100)), (Some(split_kv), Some(global)));
     all("int8", [8, 1], &[(8192, 32), (8192, 85)], global);
@@ -309,7 +311,9 @@ fn gpus_without_a_copy_engine_have_many_rows() {
     // A stage of 32 KB for each of four teams is more than `split_kv.cu` has room for.
     let problem = step([8, 1, 256], [8192]);
     let bf16 = KvFormat::same(Scheme::Bf16);
-    let config = select(&problem, bf16, pages, a100, &Preferences::default()).unwrap();
+    let config = select(&problem, bf16, pages, a100, &Preferences::default())
+        .unwrap()
+        .config;
     assert_eq!((config.kernel, config.row_warps), (Kernel::ManyRows, 2));
     let unwanted = Preferences {
         kernel: KernelChoice::SplitKv(None),
@@ -364,5 +368,10 @@ fn a_configuration_that_is_asked_for_is_taken() {
         LIMITS,
         &preferences,
     );
-    assert_eq!(got, Some(config));
+    let got = got.unwrap();
+    assert_eq!(got.config, config);
+    // What was weighed is told: all three kernels cover the shape, two with an estimate.
+    let us: Vec<_> = got.candidates.iter().map(|c| c.us.is_some()).collect();
+    assert_eq!(us, [true, true, false]);
+    assert_eq!(got.candidates[0].config, config);
 }
