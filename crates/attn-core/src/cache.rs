@@ -1,10 +1,10 @@
-//! The page table over a shared pool, and the cache's lifecycle.
+//! The cache over a shared pool of pages, and its lifecycle.
 //!
 //! [`KvCache`] keeps the page table (lengths, pages, sharing), one for all layers, and checks every call; a backend's [`PageStore`] keeps the bytes of
 //! every layer in the backend's memory. A refused call changes neither, and a call that the device fails changes no length and takes no page; a device that
 //! fails again while the call is taken back leaves the step open ([`Error::StepLeftOpen`]).
 //!
-//! Here: creation, forks, taking back and freeing. `cache/store.rs`: the interface to a backend; `append.rs`: appends; `reserve.rs`: a model's step, layer by
+//! Here: creation, forks, taking back and freeing. `cache/store.rs`: the interface to a backend; `page_table.rs`: lengths and pages, as kernels read them; `writes.rs`: what backends compare before they write; `append.rs`: appends; `reserve.rs`: a model's step, layer by
 //! layer; `layer.rs`: one layer, to be attended; `drop_before.rs`: tokens that no window sees any more; `copy.rs`: a copy of a whole cache; `grow.rs`: more pages and sequences; `sequences.rs`: a step's choice of sequences; `transfer.rs`: sequences and pages as bytes;
 //! `image.rs`: a sequence as one block of bytes.
 
@@ -14,16 +14,20 @@ mod drop_before;
 mod grow;
 mod image;
 mod layer;
+mod page_table;
 mod reserve;
 mod sequences;
 mod store;
 mod transfer;
+mod writes;
 
 pub use append::Append;
 pub use image::SequenceImage;
 pub use layer::CacheLayer;
+pub use page_table::PageTable;
 pub use sequences::CachedSequences;
 pub use store::{CacheAccess, PageStore, TokenWrite};
+pub use writes::{check_writes, tokens_of};
 
 use reserve::OpenStep;
 
@@ -37,25 +41,6 @@ use crate::{
     problem::Problem,
     process,
 };
-
-/// The pages and lengths of all sequences; sequences may share pages.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct PageTable {
-    /// Home pages of each sequence, in token order; [`PageTable::DROPPED`] in place of those that [`KvCache::drop_before`] has freed.
-    pub pages: Vec<Vec<u32>>,
-    /// Residual pages of each sequence: those of its last home pages, in the same order.
-    pub residual_pages: Vec<Vec<u32>>,
-    /// Cached tokens of each sequence, dropped ones included.
-    pub lens: Vec<usize>,
-    /// The first token of each sequence that has not been dropped; whole pages, and whole tiles of 64 tokens, lie before it.
-    pub first_tokens: Vec<usize>,
-}
-
-impl PageTable {
-    /// Stands for a home page that was freed: a page of no pool.
-    pub const DROPPED: u32 = u32::MAX;
-}
 
 /// A paged, quantized cache on one backend, of one layer or of several.
 ///

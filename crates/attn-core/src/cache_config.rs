@@ -98,6 +98,12 @@ impl CacheConfig {
         home.saturating_add(residual.min(home))
     }
 
+    /// Slots of a sequence's residual pages ([`KvFormat::residual_slots`]).
+    #[must_use]
+    pub fn residual_slots(&self) -> usize {
+        self.format.residual_slots(self.page_size, self.max_q_len)
+    }
+
     /// The layout of the cache's pages.
     ///
     /// # Errors

@@ -513,8 +513,12 @@ pub(crate) fn filled<T: Clone>(what: &'static str, len: usize, value: T) -> Resu
     Ok(vec![value; len])
 }
 
-/// Makes room for `more` elements, or [`Error::OutOfMemory`].
-pub(crate) fn reserve<T>(what: &'static str, list: &mut Vec<T>, more: usize) -> Result<(), Error> {
+/// Makes room for `more` elements: an allocation that fails must not end the process.
+///
+/// # Errors
+/// [`Error::OutOfMemory`].
+#[doc(hidden)]
+pub fn reserve<T>(what: &'static str, list: &mut Vec<T>, more: usize) -> Result<(), Error> {
     let asked = list.try_reserve_exact(more);
     asked.map_err(|_| Error::OutOfMemory {
         what,

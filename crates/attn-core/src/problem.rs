@@ -19,8 +19,8 @@ const MAX_ELEMENTS: usize = isize::MAX as usize / size_of::<f32>();
 /// Spans of the longest sequence that the library defines.
 const MAX_SPANS: usize = (1 << 20) / SPAN_TOKENS;
 
-/// Steps with at most this many query tokens of each sequence ignore [`Arithmetic::Fast`]: they are bound by memory.
-const FEW_TOKENS: usize = 16;
+/// Steps with at most this many query tokens of each sequence are bound by memory: they ignore [`Arithmetic::Fast`], and backends attend a sequence's tokens together.
+pub const FEW_TOKENS: usize = 16;
 
 /// The heads of an attention layer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

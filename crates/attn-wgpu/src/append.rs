@@ -5,10 +5,9 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex};
 
 use attn_core::{
-    CacheConfig, Error, PageLayout, TokenWrite, WideRows,
+    CacheConfig, Error, TokenWrite, WideRows,
     arithmetic::{ROUND, ROUND_WEIGHT},
-    error::refuse,
-    format::Window,
+    cache::{check_writes, tokens_of},
 };
 use attn_kernels::wgsl::{append::AppendKey, params::AppendParams};
 use wgpu::BufferUsages;
@@ -84,58 +83,6 @@ fn jobs(writes: &[TokenWrite], base: usize) -> Vec<Job> {
         }
     }
     jobs
-}
-
-/// Refuses writes that would lead the kernel, which checks none, outside its buffers: pages that the pool lacks, tokens that a page lacks,
-/// sources beyond the `tokens` tokens of k and v, and residual pages that the format lacks.
-fn check_writes(
-    layout: &PageLayout,
-    num_pages: usize,
-    writes: &[TokenWrite],
-    tokens: usize,
-) -> Result<(), Error> {
-    let has_residuals = layout.format().window() != Window::None;
-    for write in writes {
-        let pages = [Some(write.page), write.residual_page];
-        if let Some(page) = pages.iter().flatten().find(|p| **p as usize >= num_pages) {
-            let given = format_args!("{page} of {num_pages}");
-            return refuse("page to write", given, "a page of the pool");
-        }
-        let residual = write.residual_page;
-        if residual == Some(write.page) || residual.is_some() && !has_residuals {
-            let given = format_args!("{residual:?} beside page {}", write.page);
-            return refuse(
-                "residual page",
-                given,
-                "another page where the format keeps residuals, else none",
-            );
-        }
-        if write.token >= layout.page_size() {
-            let given = format_args!("{} of {}", write.token, layout.page_size());
-            return refuse("token to write", given, "a token of the page");
-        }
-        if write.source >= tokens {
-            let given = format_args!("{} of {tokens}", write.source);
-            return refuse("source of a token", given, "a token of k and v");
-        }
-    }
-    Ok(())
-}
-
-/// Number of tokens in k and v from the host.
-fn tokens_of(layout: &PageLayout, k: WideRows<'_>, v: WideRows<'_>) -> Result<usize, Error> {
-    let tokens = k.shape()[0];
-    let needed = [tokens, layout.num_kv_heads(), layout.head_dim()];
-    for (what, given) in [("k", k.shape()), ("v", v.shape())] {
-        if given != needed {
-            return Err(Error::Shape {
-                what,
-                given,
-                needed,
-            });
-        }
-    }
-    Ok(tokens)
 }
 
 /// Bytes of K that one launch takes from the host.
@@ -242,7 +189,7 @@ impl Appender {
         let gpu = &pool.gpu;
         gpu.alive("appending")?;
         let row = pool.layout.num_kv_heads() * pool.layout.head_dim();
-        let tokens = tokens_of(&pool.layout, k, v)?;
+        let tokens = tokens_of(&pool.layout, [k.shape(), v.shape()])?;
         check_writes(&pool.layout, pool.num_pages, writes, tokens)?;
         let chunks = writes.chunks((CHUNK_BYTES / (4 * row)).max(1));
         let chunks: Vec<_> = chunks.map(|chunk| (sources_of(chunk), chunk)).collect();
@@ -382,7 +329,7 @@ mod tests {
     use super::*;
 
     /// Where a cache with pages of 64 tokens puts `tokens` tokens behind `first` others.
-    fn writes(format: KvFormat, first: usize, tokens: usize) -> (PageLayout, Vec<TokenWrite>) {
+    fn writes(format: KvFormat, first: usize, tokens: usize) -> Vec<TokenWrite> {
         let config = CacheConfig::builder(
             format,
             Heads {
@@ -417,7 +364,7 @@ mod tests {
                 },
             )
             .unwrap();
-        (*cache.layout(), all)
+        all
     }
 
     #[test]
@@ -433,7 +380,7 @@ mod tests {
                 })
                 .collect()
         };
-        let (_, mut all) = writes(KvFormat::INT4, 60, 72);
+        let mut all = writes(KvFormat::INT4, 60, 72);
         let found = spans(&jobs(&all, 0));
         let tokens: Vec<_> = found.iter().map(|(_, _, tokens)| *tokens).collect();
         assert_eq!(tokens, [[60, 64, 0], [0, 64, 4], [0, 4, 68]]);
@@ -445,67 +392,7 @@ mod tests {
         assert_eq!(pages, [0, 1, 2, 3, 4, 5]);
         all.iter_mut().for_each(|write| write.source += 1000);
         assert_eq!(spans(&jobs(&all, 1000)), found);
-        let (_, all) = writes(KvFormat::INT8, 0, 64);
+        let all = writes(KvFormat::INT8, 0, 64);
         assert_eq!(spans(&jobs(&all, 0)), [(0, None, [0, 64, 0])]);
-    }
-
-    #[test]
-    fn writes_outside_the_pool_or_the_sources_are_refused() {
-        type Spoil = fn(&mut TokenWrite);
-        for format in [KvFormat::INT8, KvFormat::INT4] {
-            let (layout, all) = writes(format, 60, 72);
-            let pages = 6;
-            check_writes(&layout, pages, &all, 72).unwrap();
-            let mut spoils: Vec<(&str, Spoil)> = vec![
-                ("page to write", |write| write.page = 6),
-                ("page to write", |write| write.page = u32::MAX),
-                ("page to write", |write| write.residual_page = Some(6)),
-                ("residual page", |write| {
-                    write.residual_page = Some(write.page)
-                }),
-                ("token to write", |write| write.token = 64),
-                ("token to write", |write| write.token = usize::MAX),
-                ("source of a token", |write| write.source = 72),
-                ("source of a token", |write| write.source = usize::MAX),
-            ];
-            if format == KvFormat::INT8 {
-                spoils.push(("residual page", |write| {
-                    write.residual_page = Some(5 - write.page);
-                }));
-            }
-            for (i, (refused, spoil)) in spoils.into_iter().enumerate() {
-                for at in [0, 40, 71] {
-                    let mut all = all.clone();
-                    spoil(&mut all[at]);
-                    match check_writes(&layout, pages, &all, 72) {
-                        Err(Error::Parameter { what, .. }) => assert_eq!(what, refused, "{i}"),
-                        other => panic!("{refused} {i} of token {at}: {other:?}"),
-                    }
-                }
-            }
-        }
-    }
-
-    #[test]
-    fn k_and_v_from_the_host_are_whole_tokens_of_one_count() {
-        let layout = PageLayout::new(KvFormat::INT8, 64, 64, 1).unwrap();
-        let zeros = [0.0; 256];
-        let tokens = |k: [usize; 3], v: [usize; 3]| {
-            let of =
-                |shape: [usize; 3]| WideRows::new(&zeros[..shape.iter().product()], shape).unwrap();
-            tokens_of(&layout, of(k), of(v))
-        };
-        assert_eq!(tokens([2, 1, 64], [2, 1, 64]).unwrap(), 2);
-        for (k, v, refused) in [
-            ([1, 2, 64], [1, 2, 64], "k"),
-            ([2, 1, 32], [2, 1, 32], "k"),
-            ([2, 1, 64], [1, 1, 64], "v"),
-            ([1, 1, 64], [2, 1, 64], "v"),
-        ] {
-            match tokens(k, v) {
-                Err(Error::Shape { what, .. }) => assert_eq!(what, refused),
-                other => panic!("{k:?}, {v:?}: {other:?}"),
-            }
-        }
     }
 }

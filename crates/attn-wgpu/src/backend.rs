@@ -208,12 +208,9 @@ impl WgpuBackend {
             layout: pool.decode_layout(),
             stored: pool.stored(),
             pages_per_pool: pool.pages_per_buffer,
-            num_pages: Some(pool.num_pages),
+            pages: Some((table, pool.num_pages)),
             lists: &table.pages,
-            residual_lists: &table.residual_pages,
-            residual_slots: config
-                .format
-                .residual_slots(config.page_size, config.max_q_len),
+            residual_slots: config.residual_slots(),
             k_tensor_scales,
             v_tensor_scales,
         };
@@ -242,9 +239,8 @@ impl WgpuBackend {
             },
             stored,
             pages_per_pool: u32::MAX,
-            num_pages: None,
+            pages: None,
             lists: &lists,
-            residual_lists: &[],
             residual_slots: 0,
             k_tensor_scales: view.k_tensor_scales,
             v_tensor_scales: view.v_tensor_scales,

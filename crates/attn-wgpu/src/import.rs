@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use attn_core::{
-    CacheConfig, Error, KvView, Problem, StridedRows,
+    CacheConfig, Error, KvView, PageTable, Problem, StridedRows,
     layout::{Part, Side},
 };
 
@@ -14,7 +14,7 @@ const PAGE_SIZE: usize = 64;
 /// The pages of a view, for one step.
 pub(crate) struct ViewPages {
     pool: Pool,
-    lists: Vec<Vec<u32>>,
+    table: PageTable,
 }
 
 /// Copies one token's codes and scales from the row at `at` of a view to place `t` of a page's run.
@@ -44,9 +44,10 @@ impl ViewPages {
         let parts = [(Side::K, view.k()), (Side::V, view.v())];
         let parts = parts.map(|(side, rows)| (layout.part(side), rows));
         let pool = Pool::new(gpu, &config)?;
-        let (mut lists, mut next) = (Vec::new(), 0u32);
+        let (mut table, mut next) = (PageTable::default(), 0u32);
         for (b, (&len, &count)) in problem.kv_lens.iter().zip(&counts).enumerate() {
-            lists.push((next..next + count as u32).collect());
+            let pages = next..next + count as u32;
+            table.pages.push(pages.collect());
             for i in 0..count {
                 let mut bytes = vec![0; layout.page_bytes()];
                 for (head, run) in bytes.chunks_exact_mut(layout.run_bytes()).enumerate() {
@@ -61,7 +62,7 @@ impl ViewPages {
             }
             next += count as u32;
         }
-        Ok(ViewPages { pool, lists })
+        Ok(ViewPages { pool, table })
     }
 
     pub fn tables<'a>(&'a self, view: &'a KvView<'_>) -> KvTables<'a> {
@@ -69,9 +70,8 @@ impl ViewPages {
             layout: self.pool.decode_layout(),
             stored: self.pool.stored(),
             pages_per_pool: self.pool.pages_per_buffer,
-            num_pages: Some(self.pool.num_pages),
-            lists: &self.lists,
-            residual_lists: &[],
+            pages: Some((&self.table, self.pool.num_pages)),
+            lists: &self.table.pages,
             residual_slots: 0,
             k_tensor_scales: view.k_tensor_scales(),
             v_tensor_scales: view.v_tensor_scales(),

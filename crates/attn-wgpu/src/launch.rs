@@ -3,8 +3,9 @@
 use std::sync::Arc;
 
 use attn_core::{
-    Error, Problem, QueryBlock, Window,
+    Error, PageTable, Problem, QueryBlock,
     arithmetic::{LOG2_E, ROUND, ROUND_WEIGHT, sink_state},
+    problem::FEW_TOKENS,
 };
 use attn_kernels::wgsl::{
     decode::{DecodeKey, KvLayout},
@@ -71,12 +72,10 @@ pub(crate) struct KvTables<'a> {
     /// The cache's buffers and their bindings.
     pub stored: Vec<Stored>,
     pub pages_per_pool: u32,
-    /// Number of pages in the pool; none for a view.
-    pub num_pages: Option<usize>,
+    /// The sequences' pages, and the number of pages in the pool; none for a view.
+    pub pages: Option<(&'a PageTable, usize)>,
     /// The pages of each sequence, or the places of a view's rows (`view.wgsl`).
     pub lists: &'a [Vec<u32>],
-    /// The residual pages of each sequence, those of its last pages; none for formats and views without.
-    pub residual_lists: &'a [Vec<u32>],
     /// Slots of the residual pages of a sequence.
     pub residual_slots: usize,
     pub k_tensor_scales: &'a [f32],
@@ -84,80 +83,23 @@ pub(crate) struct KvTables<'a> {
 }
 
 impl KvTables<'_> {
-    /// Refuses lists that would lead the kernels, which check no page, outside the pool.
+    /// Refuses pages that would lead the kernels, which check none, outside the pool.
     fn check(&self, problem: &Problem) -> Result<(), Error> {
-        let Some(num_pages) = self.num_pages else {
-            return Ok(());
-        };
-        let (format, page_size) = (self.layout.format, self.layout.page_size);
-        for (b, (&q_len, &len)) in problem.q_lens.iter().zip(&problem.kv_lens).enumerate() {
-            let pages = len.div_ceil(page_size);
-            // Pages of whole tiles, as kernels read them; without query tokens they read none.
-            let [seen, residual] = match (q_len, format.window()) {
-                (0, _) => [pages; 2],
-                (_, Window::None) => [problem.first_seen_tile(q_len, len) / page_size, pages],
-                _ => [
-                    problem.first_seen_tile(q_len, len) / page_size,
-                    problem.first_residual_read(format, q_len, len) / page_size,
-                ],
-            };
-            check_list(
-                "pages of a sequence",
-                self.lists.get(b),
-                [pages, seen],
-                num_pages,
-            )?;
-            let residuals = pages - residual.min(pages);
-            let list = self.residual_lists.get(b);
-            check_list(
-                "residual pages of a sequence",
-                list,
-                [residuals, 0],
-                num_pages,
-            )?;
-        }
-        Ok(())
+        let KvLayout {
+            format, page_size, ..
+        } = self.layout;
+        self.pages.map_or(Ok(()), |(table, num_pages)| {
+            table.check(problem, format, page_size, num_pages)
+        })
     }
 
-    /// The residual pages of sequence `b`, of `kv_len` tokens, in their slots.
-    fn residual_ring(&self, b: usize, kv_len: usize) -> Vec<u32> {
-        let ring = self.residual_slots;
-        let mut slots = vec![0; ring];
-        let list = self.residual_lists.get(b).map_or(&[][..], |list| list);
-        let pages = kv_len.div_ceil(self.layout.page_size);
-        for (i, page) in (0..pages).rev().zip(list.iter().rev()).take(ring) {
-            slots[i % ring] = *page;
+    /// The residual pages of sequence `b` in their slots.
+    fn residual_slots_of(&self, b: usize) -> Vec<u32> {
+        let mut slots = vec![0; self.residual_slots];
+        if let Some((table, _)) = self.pages {
+            table.fill_residual_slots(b, &mut slots);
         }
         slots
-    }
-}
-
-/// Refuses a list of fewer than `needed` pages, and pages outside the pool from the `first` on that kernels read.
-fn check_list(
-    what: &'static str,
-    list: Option<&Vec<u32>>,
-    [needed, first]: [usize; 2],
-    num_pages: usize,
-) -> Result<(), Error> {
-    let list = list.map_or(&[][..], |list| list);
-    if list.len() < needed {
-        return Err(Error::Length {
-            what,
-            given: list.len(),
-            needed,
-        });
-    }
-    match list
-        .iter()
-        .skip(first)
-        .find(|page| **page as usize >= num_pages)
-    {
-        Some(page) => Err(Error::parameter(
-            "page",
-            format_args!("{page} of {num_pages}"),
-            "a page of the pool",
-        )),
-        None => Ok(()),
     }
 }
 
@@ -205,8 +147,8 @@ impl Tables {
         for list in &source.lists[..problem.batch()] {
             words.extend(list);
         }
-        for (b, &len) in problem.kv_lens.iter().enumerate() {
-            words.extend(source.residual_ring(b, len));
+        for b in 0..problem.batch() {
+            words.extend(source.residual_slots_of(b));
         }
         let scales_at = words.len();
         let scale = |scales: &[f32], g: usize| scales.get(g).copied().unwrap_or(1.0).to_bits();
@@ -289,9 +231,6 @@ fn check_sizes(
     }
     Ok([split_grid, merge_grid].map(|grid| grid.map(|workgroups| workgroups as u32)))
 }
-
-/// Query tokens of a sequence that one workgroup's row blocks attend as they come.
-const FEW_TOKENS: usize = 16;
 
 /// Most bytes of partials between the kernels of one launch, unless a single query block has more.
 const MOST_PARTIALS: usize = 128 << 20;
@@ -475,82 +414,8 @@ impl Prepared {
 #[cfg(test)]
 mod tests {
     use attn_core::Heads;
-    use attn_core::KvFormat;
 
     use super::*;
-
-    #[test]
-    fn lists_that_lead_outside_the_pool_are_refused() {
-        let problem = Problem::new(
-            Heads {
-                q: 1,
-                kv: 1,
-                dim: 64,
-            },
-            vec![100, 0, 64],
-        );
-        let check = |lists: [&[u32]; 3], residuals: [&[u32]; 3], num_pages| {
-            KvTables {
-                layout: KvLayout {
-                    format: KvFormat::INT4,
-                    page_size: 64,
-                    pools: 1,
-                    view: false,
-                },
-                stored: Vec::new(),
-                pages_per_pool: 4,
-                num_pages,
-                lists: &lists.map(<[u32]>::to_vec),
-                residual_lists: &residuals.map(<[u32]>::to_vec),
-                residual_slots: 4,
-                k_tensor_scales: &[],
-                v_tensor_scales: &[],
-            }
-            .check(&problem)
-        };
-        let (good, residuals) = ([&[0, 2][..], &[], &[3]], [&[1, 4][..], &[], &[5]]);
-        check(good, residuals, Some(6)).unwrap();
-        for (lists, residuals) in [
-            ([&[0, 6][..], &[], &[3]], residuals),
-            ([&[0, 2][..], &[], &[u32::MAX]], residuals),
-            ([&[0][..], &[], &[3]], residuals),
-            ([&[0, 2][..], &[], &[]], residuals),
-            (good, [&[1, 6][..], &[], &[5]]),
-            (good, [&[1][..], &[], &[5]]),
-            (good, [&[1, 4][..], &[], &[]]),
-        ] {
-            assert!(
-                check(lists, residuals, Some(6)).is_err(),
-                "{lists:?} {residuals:?}"
-            );
-        }
-        check([&[9; 12]; 3], [&[]; 3], None).unwrap();
-    }
-
-    #[test]
-    fn residual_pages_stand_in_the_slots_of_their_pages() {
-        let residuals = [vec![5, 6], vec![10, 11, 12, 13], vec![]];
-        let source = KvTables {
-            layout: KvLayout {
-                format: KvFormat::INT4,
-                page_size: 64,
-                pools: 1,
-                view: false,
-            },
-            stored: Vec::new(),
-            pages_per_pool: 4,
-            num_pages: None,
-            lists: &[],
-            residual_lists: &residuals,
-            residual_slots: 4,
-            k_tensor_scales: &[],
-            v_tensor_scales: &[],
-        };
-        assert_eq!(source.residual_ring(0, 65), [5, 6, 0, 0]);
-        // Pages 6 to 9.
-        assert_eq!(source.residual_ring(1, 10 * 64), [12, 13, 10, 11]);
-        assert_eq!(source.residual_ring(2, 0), [0; 4]);
-    }
 
     #[test]
     fn a_window_of_any_length_is_the_cores() {

@@ -2,6 +2,8 @@
 
 use attn_core::{
     Error, Problem, QueryBlock,
+    error::reserve,
+    problem::FEW_TOKENS,
     segments::{SPAN, num_segments},
 };
 
@@ -10,9 +12,6 @@ use crate::split::Split;
 /// Query rows of a block where a sequence has more than [`FEW_TOKENS`] query tokens: a tile is unpacked once for all of them, and their states stay in
 /// a core's own cache.
 const BLOCK_ROWS: usize = 128;
-
-/// Query tokens that are always one block.
-const FEW_TOKENS: usize = 16;
 
 /// Memory that a step needs beside its inputs, kept for the next step.
 #[derive(Default)]
@@ -87,14 +86,9 @@ fn segments_of(problem: &Problem, block: &QueryBlock) -> usize {
     num_segments(block.seen_len(problem))
 }
 
-/// Makes a list as long as needed: an allocation that fails must not end the process.
+/// Makes a list at least as long as needed.
 pub(super) fn grow(what: &'static str, list: &mut Vec<f32>, len: usize) -> Result<(), Error> {
-    let more = len.saturating_sub(list.len());
-    list.try_reserve_exact(more)
-        .map_err(|_| Error::OutOfMemory {
-            what,
-            bytes: more.saturating_mul(size_of::<f32>()),
-        })?;
+    reserve(what, list, len.saturating_sub(list.len()))?;
     list.resize(len.max(list.len()), 0.0);
     Ok(())
 }

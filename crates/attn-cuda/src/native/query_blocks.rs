@@ -2,13 +2,10 @@
 
 use std::borrow::Cow;
 
-use attn_core::{Error, KvFormat, Problem, QueryBlock, Unsupported};
+use attn_core::{Error, KvFormat, Problem, QueryBlock, Unsupported, problem::FEW_TOKENS};
 use attn_kernels::cuda::{DeviceLimits, KvLayout, Preferences, params, select};
 
 use crate::{error::BACKEND, sizes};
-
-/// Query tokens of a sequence that one launch attends as they come, if every sequence has as many.
-const FEW_TOKENS: usize = 16;
 
 /// The most query tokens of a launch plan: their blocks take half a gigabyte at least.
 const MOST_TOKENS: usize = 1 << 25;

@@ -1,0 +1,186 @@
+//! Which pages the sequences of a cache have, and what backends whose kernels check no page ask of that.
+
+use crate::{
+    error::{Error, refuse},
+    format::{KvFormat, Window},
+    problem::Problem,
+};
+
+/// The pages and lengths of all sequences; sequences may share pages.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct PageTable {
+    /// Home pages of each sequence, in token order; [`PageTable::DROPPED`] in place of those that [`KvCache::drop_before`] has freed.
+    pub pages: Vec<Vec<u32>>,
+    /// Residual pages of each sequence: those of its last home pages, in the same order.
+    pub residual_pages: Vec<Vec<u32>>,
+    /// Cached tokens of each sequence, dropped ones included.
+    pub lens: Vec<usize>,
+    /// The first token of each sequence that has not been dropped; whole pages, and whole tiles of 64 tokens, lie before it.
+    pub first_tokens: Vec<usize>,
+}
+
+impl PageTable {
+    /// Stands for a home page that was freed: a page of no pool.
+    pub const DROPPED: u32 = u32::MAX;
+
+    /// For backends whose kernels check no page: refuses a table by which these would read outside of a pool of `num_pages` pages. Sequence b of the problem is sequence b of
+    /// the table.
+    ///
+    /// Only pages before those that query tokens see may be dropped ones.
+    ///
+    /// # Errors
+    /// [`Error::Batch`] for fewer sequences than the problem's; [`Error::Length`] for fewer pages than a length has, or fewer residual pages than query tokens
+    /// read; [`Error::Parameter`] for a page that is not in the pool.
+    pub fn check(
+        &self,
+        problem: &Problem,
+        format: KvFormat,
+        page_size: usize,
+        num_pages: usize,
+    ) -> Result<(), Error> {
+        if self.pages.len() < problem.batch() {
+            return Err(Error::Batch {
+                planned: problem.batch(),
+                given: self.pages.len(),
+            });
+        }
+        let lens = problem.q_lens.iter().zip(&problem.kv_lens).enumerate();
+        for (b, (&q_len, &kv_len)) in lens {
+            let pages = kv_len.div_ceil(page_size);
+            // Sequences without query tokens are not read.
+            let (mut seen, mut residual) = (pages, pages);
+            if q_len > 0 {
+                let all = kv_len.saturating_add(problem.after(b));
+                seen = problem.first_seen_tile(q_len, all) / page_size;
+                if format.window() != Window::None {
+                    residual = problem.first_residual_read(format, q_len, all) / page_size;
+                }
+            }
+            let residuals = pages - residual.min(pages);
+            let (own, of_last) = (&self.pages[b], self.residuals(b));
+            for (what, given, needed) in [
+                ("pages of a sequence", own.len(), pages),
+                ("residual pages of a sequence", of_last.len(), residuals),
+            ] {
+                if given < needed {
+                    return Err(Error::Length {
+                        what,
+                        given,
+                        needed,
+                    });
+                }
+            }
+            let unseen = &own[..seen.min(own.len())];
+            let kept = unseen.iter().filter(|page| **page != Self::DROPPED);
+            let mut all = kept.chain(&own[unseen.len()..]).chain(of_last);
+            if let Some(page) = all.find(|page| **page as usize >= num_pages) {
+                let given = format_args!("{page} of {num_pages}");
+                return refuse("page", given, "a page of the pool, counted from 0");
+            }
+        }
+        Ok(())
+    }
+
+    /// For backends whose kernels look residual pages up in slots ([`CacheConfig::residual_slots`](crate::CacheConfig::residual_slots)): enters those of sequence `b`, that of home page i in slot
+    /// `i % slots.len()`. Other slots stay as they are.
+    pub fn fill_residual_slots(&self, b: usize, slots: &mut [u32]) {
+        let (ring, pages) = (slots.len(), self.pages.get(b).map_or(0, Vec::len));
+        let newest = (0..pages).rev().zip(self.residuals(b).iter().rev());
+        for (i, page) in newest.take(ring) {
+            slots[i % ring] = *page;
+        }
+    }
+
+    /// The residual pages of a sequence: none in a table without any.
+    fn residuals(&self, b: usize) -> &[u32] {
+        self.residual_pages.get(b).map_or(&[], |pages| pages)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::problem::Heads;
+
+    const HEADS: Heads = Heads {
+        q: 1,
+        kv: 1,
+        dim: 64,
+    };
+
+    fn table(pages: &[&[u32]], residuals: &[&[u32]]) -> PageTable {
+        let lists = |all: &[&[u32]]| all.iter().map(|own| own.to_vec()).collect();
+        PageTable {
+            pages: lists(pages),
+            residual_pages: lists(residuals),
+            ..PageTable::default()
+        }
+    }
+
+    #[test]
+    fn tables_that_lead_outside_the_pool_are_refused() {
+        let problem = Problem::new(HEADS, vec![100, 0, 64]);
+        let check = |pages: [&[u32]; 3], residuals: [&[u32]; 3], format| {
+            table(&pages, &residuals).check(&problem, format, 64, 6)
+        };
+        let (good, residuals) = ([&[0, 2][..], &[], &[3]], [&[1, 4][..], &[], &[5]]);
+        check(good, residuals, KvFormat::INT4).unwrap();
+        check(good, [&[]; 3], KvFormat::INT8).unwrap();
+        for (pages, residuals) in [
+            ([&[0, 6][..], &[], &[3]], residuals),
+            ([&[0, 2][..], &[6], &[3]], residuals),
+            ([&[0, 2][..], &[], &[PageTable::DROPPED]], residuals),
+            ([&[0][..], &[], &[3]], residuals),
+            ([&[0, 2][..], &[], &[]], residuals),
+            (good, [&[1, 6][..], &[], &[5]]),
+            (good, [&[1][..], &[], &[5]]),
+            (good, [&[1, 4][..], &[], &[]]),
+        ] {
+            let refused = check(pages, residuals, KvFormat::INT4);
+            assert!(refused.is_err(), "{pages:?} {residuals:?}");
+        }
+        let short = table(&good[..2], &residuals[..2]).check(&problem, KvFormat::INT4, 64, 6);
+        assert!(matches!(short, Err(Error::Batch { .. })), "{short:?}");
+    }
+
+    #[test]
+    fn pages_before_those_that_query_tokens_see_may_be_dropped() {
+        const GONE: u32 = PageTable::DROPPED;
+        let mut problem = Problem::new(HEADS, vec![200]);
+        problem.scores.window_left = Some(40);
+        let check = |problem: &Problem, pages: &[u32]| {
+            table(&[pages], &[]).check(problem, KvFormat::INT8, 32, 5)
+        };
+        // Query token 199 sees tokens from 159 on, whose tile begins at 128: page 4.
+        let gone = [GONE, GONE, GONE, GONE, 0, 1, 2];
+        check(&problem, &gone).unwrap();
+        let in_tile = [GONE, GONE, GONE, GONE, GONE, 1, 2];
+        assert!(check(&problem, &in_tile).is_err());
+        let outside = [GONE, 5, GONE, GONE, 0, 1, 2];
+        assert!(check(&problem, &outside).is_err());
+        // Of a shard with 1000 tokens behind it no token is seen, and none of a sequence without query tokens.
+        let behind = problem.clone().tokens_after([1000]);
+        check(&behind, &[GONE; 7]).unwrap();
+        check(&problem.q_lens(&[0]), &[GONE; 7]).unwrap();
+    }
+
+    #[test]
+    fn residual_pages_stand_in_the_slots_of_their_home_pages() {
+        let pages: [&[u32]; 3] = [&[0; 2], &[0; 10], &[]];
+        let table = table(&pages, &[&[5, 6], &[10, 11, 12, 13], &[]]);
+        let slots = |b| {
+            let mut slots = [9; 4];
+            table.fill_residual_slots(b, &mut slots);
+            slots
+        };
+        assert_eq!(slots(0), [5, 6, 9, 9]);
+        // Pages 6 to 9.
+        assert_eq!(slots(1), [12, 13, 10, 11]);
+        assert_eq!(slots(2), [9; 4]);
+        let mut fewer = [9; 2];
+        table.fill_residual_slots(1, &mut fewer);
+        assert_eq!(fewer, [12, 13]);
+        table.fill_residual_slots(1, &mut []);
+    }
+}
