@@ -8,6 +8,27 @@ use crate::{
     rows::Rows,
 };
 
+/// Where the results of an attention go on a device.
+#[derive(Debug, Clone, Copy)]
+pub enum DeviceResults<'a> {
+    /// Of whole sequences.
+    Rows {
+        /// The outputs, of the shape [`Attended::rows`].
+        out: DeviceRows<'a>,
+        /// The log-sum-exps, of the shape [`Attended::lse_rows`], if they are asked for.
+        lse: Option<DeviceRows<'a>>,
+    },
+    /// Of shards, whose sinks belong to the merge: the states of `spans` spans, of the shapes [`Attended::state_rows`].
+    Spans {
+        /// The number of spans.
+        spans: usize,
+        /// Maxima and sums.
+        max_sums: DeviceRows<'a>,
+        /// O.
+        o: DeviceRows<'a>,
+    },
+}
+
 /// A backend's part of the calls over one cache whose rows lie in its device's memory ([`DecodeAttention::device_steps`](crate::DecodeAttention::device_steps)).
 ///
 /// Work is enqueued on what orders the rows, such as a stream, and comes behind the work of the calls before, wherever that was enqueued. What comes from the host then,
@@ -38,28 +59,17 @@ pub trait DeviceSteps: Send {
         kv: [DeviceRows<'_>; 2],
     ) -> Result<(), Error>;
 
-    /// Enqueues attention: writes every row of `out` and of `lse` ([`Attended::rows`], [`Attended::lse_rows`]).
+    /// Enqueues attention: writes every row of the results.
     ///
     /// # Errors
-    /// [`Error::Rows`], [`Error::Parameter`]; [`Error::WrongBackend`] for another backend's cache; [`Error::Unsupported`], [`Error::Device`].
+    /// [`Error::Shape`] for rows of other shapes than [`Attended`] says; those of [`Problem::check_shards`](crate::Problem::check_shards) and
+    /// [`Problem::check_spans`](crate::Problem::check_spans) for states of spans; [`Error::Rows`], [`Error::Parameter`]; [`Error::WrongBackend`] for another backend's cache;
+    /// [`Error::Unsupported`], [`Error::Device`].
     fn attend(
         &mut self,
         attended: &Attended<'_>,
         q: DeviceRows<'_>,
-        out: DeviceRows<'_>,
-        lse: Option<DeviceRows<'_>>,
-    ) -> Result<(), Error>;
-
-    /// Enqueues attention to shards, which leaves the states of `spans` spans: maxima and sums, and O ([`Attended::state_rows`]). Sinks belong to the merge.
-    ///
-    /// # Errors
-    /// Those of [`DeviceSteps::attend`].
-    fn attend_spans(
-        &mut self,
-        attended: &Attended<'_>,
-        q: DeviceRows<'_>,
-        spans: usize,
-        states: [DeviceRows<'_>; 2],
+        results: DeviceResults<'_>,
     ) -> Result<(), Error>;
 
     /// Waits for the work of all calls: what the host then reads of the cache's pages is what they wrote.

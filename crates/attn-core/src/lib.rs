@@ -68,7 +68,7 @@ pub use cache::{
 };
 pub use cache_config::{CacheBuilder, CacheConfig};
 pub use device_rows::{DeviceMemory, DeviceRows, Dtype, all_on_device};
-pub use device_steps::DeviceSteps;
+pub use device_steps::{DeviceResults, DeviceSteps};
 pub use elements::{Elements, ElementsMut};
 pub use error::{ElementIndex, Error, ErrorKind, Given, TruncateLimit, Unsupported};
 pub use format::{Int8Scale, KvFormat, Scheme, Window};

@@ -1,82 +1,85 @@
-//! The common trait on top of the native entry: host slices in and out.
+//! The common trait: rows in host memory are copied to the device and go the way of rows that lie there.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
 use attn_core::{
-    CacheConfig, CacheLayer, DecodeAttention, DecodeStep, DeviceInfo, DeviceSteps, Error, KvCache,
+    CacheConfig, DecodeAttention, DecodeStep, DeviceInfo, DeviceSteps, Dtype, Error, KvCache,
     KvFormat, KvMemory, PageStore, Plan, Problem, StepInputs, StepOutputs, Unsupported,
 };
-use attn_kernels::cuda::{KvLayout, instance};
+use attn_kernels::cuda::KvLayout;
 use cudarc::driver::{DriverError, result};
 
 use crate::{
+    attention::{Attention, AttentionKv, AttentionRows},
     device::Device,
     device_steps::CudaSteps,
-    error::{BACKEND, FOREIGN_CACHE, failed},
+    error::{BACKEND, failed},
     gpu::CudaBackend,
     images,
-    native::{self, DeviceKv, NativePlan, Pages, PlanKind},
+    native::{self, NativePlan, PlanKind, Stream},
     sizes,
-    step::{Inputs, Parts, Placed},
+    staged_view::{StagedView, layout_of},
+    staging::Parts,
     store::CudaPages,
-    upload::Upload,
 };
 
 impl CudaBackend {
+    /// Attends with queries and results in host memory: copies queries, the lists that differ from the step before, and results, and waits once.
     fn attend(
         &self,
         step: &StepInputs<'_>,
         StepOutputs { out, mut lse, .. }: StepOutputs<'_>,
-        layout: KvLayout,
     ) -> Result<(), Error> {
-        let device = &self.device;
+        let device = &*self.device;
         device.bind()?;
-        let problem = step.problem();
-        let plan = self.planned(step.plan())?.native(layout, step.plan())?;
-        let store = match step.kv().memory() {
-            KvMemory::Pages(layer, _) => Some(self.store_of(layer)?),
-            KvMemory::View(_) => None,
-        };
-        let inputs = Inputs::new(device, step, store, layout)?;
+        let (planned, problem) = (self.planned(step.plan())?, step.problem());
+        let mut parts = Parts::default();
+        let (layout, kv) = self.kv(step, &mut parts)?;
+        let plan = planned.native(layout, step.plan())?;
         let q = step.q().packed(0..problem.query_tokens())?;
         let mut out = out.packed()?;
         check_lengths(problem, &q, out.as_mut_slice(), lse.as_deref())?;
-        let mut upload = Upload::default();
-        let parts = Parts::reserve(&mut upload, step, &plan, &inputs, &q)?;
-        let allocated = device.arena(upload.bytes());
-        let (base, _lock) = allocated.map_err(failed("allocating for a decode"))?;
-        let placed = Placed { base, parts };
-        let kv = self.kv(step, &inputs, &placed)?;
-        let args = placed.decode_args(kv, &plan, &inputs);
-        let stream = device.stream.cu_stream();
+        let at_q = parts.add(&q)?;
+        let at_out = parts.reserve(size_of_val(out.as_mut_slice()))?;
+        let at_lse = parts.reserve(lse.as_deref().map_or(0, size_of_val))?;
+        let mut calls = self.host_calls();
+        let base = calls.rows(device, parts.bytes())?;
+        let attention = Attention {
+            problem,
+            plan: &plan,
+            rows: AttentionRows {
+                q: base.offset(at_q),
+                dtype: Dtype::F32,
+                out: base.offset(at_out),
+                lse: base.offset(at_lse).given(lse.is_some()),
+                states: None,
+            },
+            kv,
+            view_at: base,
+        };
+        let stream = Stream::of(device.stream.cu_stream());
         let wait = device.wait_on_drop().map_err(failed("decoding"))?;
-        // SAFETY: the arena, whose lock is held, has room for the parts; they outlive `wait`, which waits for the copies however this
+        // SAFETY: the rows' memory, whose lock is held, has room for the parts; they outlive `wait`, which waits for the copies however this
         // function ends.
-        unsafe { upload.copy(base, stream) }.map_err(failed("copying the inputs"))?;
-        // SAFETY: the workspace, a part of the arena, has more bytes than are zeroed.
-        unsafe { result::memset_d8_async(args.workspace.get(), 0, plan.zeroed_bytes(), stream) }
-            .map_err(failed("zeroing the workspace"))?;
-        if let (Some(import), KvMemory::View(view)) = (&inputs.import, step.kv().memory()) {
-            let args = placed.import_args(view, &inputs);
-            // SAFETY: `DecodeStep::new` has compared the view's reach with its slices, by products that do not wrap, and strides beyond
-            // 63 bits are multiplied by 0 alone. `Inputs` counts pages up to the longest length for each sequence, and `Parts` has
-            // their bytes. All lies in the arena, whose lock is held until `wait` has waited.
-            unsafe { native::launch_import(import, stream, &args) }?;
-        }
+        unsafe { parts.copy(base, stream.raw()) }.map_err(failed("copying the inputs"))?;
         // SAFETY:
-        // - Lengths: `check_lengths` has compared queries and outputs with the problem that `plan` is for.
-        // - Pages: `DeviceTables::of_cache` has compared every page with the store's pool, and counted each sequence's. Imported ones are in order.
-        // - Rows: as for the import; `decode` has seen that strides are whole chunks of 16 bytes.
-        // - Queries: `DecodeStep::new` has compared each with the range.
-        // - Lifetime: everything lies in the arena, whose lock is held until `wait` has waited, or in the cache, which `step` borrows;
-        //   one stream. The workspace is zeroed ahead.
-        unsafe { native::launch_decode(device, &plan, stream, &args, 0) }?;
+        // - Stream: the device's own, alive and of the current context; each call before has waited.
+        // - Rows: `check_lengths` has compared queries and outputs with the problem that `plan` is for; parts are aligned to 256 bytes. `DecodeStep::new` has compared each
+        //   query with the range.
+        // - K and V: of a live cache of this backend, which `step` borrows, or a view that `DecodeStep::new` has compared with the problem, copied ahead.
+        // - Lifetime: all other memory is the calls', whose lock is held until `wait` has waited; one stream.
+        unsafe { attention.enqueue(device, &mut calls.memory, stream) }?;
+        let AttentionRows {
+            out: from,
+            lse: of_lse,
+            ..
+        } = attention.rows;
         let mut copy_out = || -> Result<(), DriverError> {
-            // SAFETY: `Parts` has reserved as many bytes as `out` has; it outlives `wait`.
-            unsafe { result::memcpy_dtoh_async(out.as_mut_slice(), args.out.get(), stream) }?;
+            // SAFETY: `parts` has as many bytes as `out` has; it outlives `wait`.
+            unsafe { result::memcpy_dtoh_async(out.as_mut_slice(), from.get(), stream.raw()) }?;
             // SAFETY: the same for `lse`.
             lse.as_deref_mut().map_or(Ok(()), |lse| unsafe {
-                result::memcpy_dtoh_async(lse, args.lse.get(), stream)
+                result::memcpy_dtoh_async(lse, of_lse.get(), stream.raw())
             })
         };
         copy_out().map_err(failed("copying the results"))?;
@@ -85,32 +88,25 @@ impl CudaBackend {
         Ok(())
     }
 
-    /// K and V on the device.
-    fn kv(
+    /// How K and V of a step lie, and K and V: pages of a cache, or a view's rows, for which it takes parts.
+    fn kv<'a>(
         &self,
-        step: &StepInputs<'_>,
-        inputs: &Inputs,
-        placed: &Placed,
-    ) -> Result<DeviceKv, Error> {
-        Ok(match step.kv().memory() {
-            KvMemory::Pages(layer, _) => {
+        step: &StepInputs<'a>,
+        parts: &mut Parts<'a>,
+    ) -> Result<(KvLayout, AttentionKv<'a>), Error> {
+        let problem = step.problem();
+        match step.kv().memory() {
+            KvMemory::Pages(layer, table) => {
                 let store = self.store_of(layer)?;
-                let pool = store.pages(layer.index(), store.pages_to_read());
-                let scales = store.tensor_scale_addresses(layer.index());
-                DeviceKv::Paged(placed.paged(inputs, pool, scales))
+                let kv = AttentionKv::of_layer(store, layer, table, problem)?;
+                Ok((KvLayout::Pages(store.layout().page_size()), kv))
             }
             KvMemory::View(view) => {
-                let rows = placed.rows(view);
-                match &inputs.import {
-                    None => DeviceKv::Rows(rows),
-                    Some(import) => {
-                        let at = placed.at(placed.parts.imported);
-                        let pool = Pages::new(at, import.layout(), inputs.tables.table.len());
-                        DeviceKv::Paged(placed.paged(inputs, pool, rows.tensor_scales))
-                    }
-                }
+                let layout = layout_of(view, USUAL);
+                let staged = StagedView::new(&self.device, parts, view, problem, layout)?;
+                Ok((layout, AttentionKv::View(staged)))
             }
-        })
+        }
     }
 
     /// The launches of a plan that this backend made.
@@ -121,25 +117,6 @@ impl CudaBackend {
             backend: BACKEND,
             what: "plan",
         })
-    }
-
-    /// The store of a cache that this backend made, whose pages are as the cache says.
-    ///
-    /// Another's store can lead to it (`PageStore::as_any`), and say something else of itself: what a launch relies on is compared with
-    /// this store's own numbers.
-    pub(crate) fn store<'a>(&self, cache: &'a KvCache) -> Result<&'a CudaPages, Error> {
-        let store = cache.store().as_any().downcast_ref::<CudaPages>();
-        store
-            .filter(|store| store.lies_on(&self.device))
-            .filter(|store| store.layout() == *cache.layout())
-            .ok_or(FOREIGN_CACHE)
-    }
-
-    /// The store that has the layer.
-    pub(crate) fn store_of<'a>(&self, layer: CacheLayer<'a>) -> Result<&'a CudaPages, Error> {
-        let store = self.store(layer.cache())?;
-        let own = Some(store).filter(|store| store.has_layer(layer.index()));
-        own.ok_or(FOREIGN_CACHE)
     }
 }
 
@@ -217,7 +194,7 @@ impl DecodeAttention for CudaBackend {
     fn create_cache(&self, config: &CacheConfig) -> Result<KvCache, Error> {
         config.check()?;
         self.device.bind()?;
-        let pages = CudaPages::new(self.device.clone(), config)?;
+        let pages = CudaPages::new(self, config)?;
         KvCache::new(config.clone(), Box::new(pages))
     }
 
@@ -237,22 +214,7 @@ impl DecodeAttention for CudaBackend {
     }
 
     fn execute(&self, step: &mut DecodeStep<'_>) -> Result<(), Error> {
-        self.planned(step.plan())?;
         let (inputs, outputs) = step.parts();
-        let layout = match inputs.kv().memory() {
-            KvMemory::Pages(layer, _) => {
-                KvLayout::Pages(self.store_of(layer)?.layout().page_size())
-            }
-            KvMemory::View(view) => {
-                // Decode copies rows in chunks of 16 bytes.
-                let [k, v] = [view.k(), view.v()].map(|rows| rows.code_strides);
-                let in_place = instance::covered(view.format(), KvLayout::Rows).is_ok()
-                    && k.into_iter()
-                        .chain(v)
-                        .all(|stride| stride.is_multiple_of(16));
-                if in_place { KvLayout::Rows } else { USUAL }
-            }
-        };
-        self.attend(&inputs, outputs, layout)
+        self.attend(&inputs, outputs)
     }
 }

@@ -1,11 +1,11 @@
-//! One NVIDIA GPU: found without panicking, its kernels loaded once, its scratch memory kept.
+//! One NVIDIA GPU: found without panicking, its kernels loaded once.
 
 use std::{
     collections::HashMap,
     ffi::c_void,
     marker::PhantomData,
     ptr,
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::{Arc, Mutex, PoisonError},
     time::Instant,
 };
 
@@ -21,8 +21,7 @@ use cudarc::{
 use attn_kernels::cuda::{Arch, DeviceLimits, H200_MEMORY_PACE, Instance, Launch, Preferences};
 
 use crate::{
-    error::{BACKEND, CudaError, absent, failed},
-    handles::DeviceAddress,
+    error::{BACKEND, CudaError, absent, failed, refused_by_driver},
     image_cache,
     images::{self, Origin},
     options::Options,
@@ -90,11 +89,7 @@ pub(crate) struct LoadedKernel {
 /// A kernel's entry. Its own lock is held while it is compiled, so that other kernels can be loaded meanwhile.
 type Entry = Arc<Mutex<Option<Arc<LoadedKernel>>>>;
 
-/// Device memory that host calls reuse; grows, never shrinks.
-#[derive(Debug, Default)]
-pub(crate) struct Arena(Option<CudaSlice<u8>>);
-
-/// A GPU, its loaded kernels and its scratch memory.
+/// A GPU and its loaded kernels.
 #[derive(Debug)]
 pub(crate) struct Device {
     pub(crate) context: Arc<CudaContext>,
@@ -109,7 +104,6 @@ pub(crate) struct Device {
     pub(crate) check: Option<CudaSlice<u8>>,
     pub(crate) info: DeviceInfo,
     kernels: Mutex<HashMap<Instance, Entry>>,
-    arena: Mutex<Arena>,
 }
 
 /// Oldest driver that has every function called here, whichever CUDA version the bindings are of.
@@ -167,12 +161,7 @@ impl Device {
                 "install driver 525 or newer",
             ));
         }
-        let refuse = |error: DriverError| {
-            absent(
-                format!("the NVIDIA driver refuses: {error}"),
-                "see `nvidia-smi` and CUDA_VISIBLE_DEVICES, or use backend \"cpu\"",
-            )
-        };
+        let refuse = refused_by_driver;
         let context = CudaContext::new(options.ordinal).map_err(refuse)?;
         let (major, minor) = context.compute_capability().map_err(refuse)?;
         let native = Arch::of(major, minor).ok_or_else(|| {
@@ -232,7 +221,6 @@ impl Device {
             check,
             info,
             kernels: Mutex::default(),
-            arena: Mutex::default(),
             context,
         })
     }
@@ -356,30 +344,6 @@ impl Device {
         // SAFETY: `self`, which the value borrows, keeps the stream; its context is current, and no function of this crate that has the
         // value changes that.
         Ok(unsafe { WaitOnDrop::on(self.stream.cu_stream()) })
-    }
-
-    /// `bytes` of scratch memory and the lock that reserves them.
-    pub(crate) fn arena(
-        &self,
-        bytes: usize,
-    ) -> Result<(DeviceAddress, MutexGuard<'_, Arena>), DriverError> {
-        let mut arena = self.arena.lock().unwrap_or_else(PoisonError::into_inner);
-        if arena.0.as_ref().is_none_or(|slice| slice.len() < bytes) {
-            let no_room = DriverError(sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY);
-            let room = bytes
-                .max(1 << 20)
-                .checked_next_power_of_two()
-                .ok_or(no_room)?;
-            // Frees the old one first, in stream order.
-            arena.0 = None;
-            // SAFETY: every user writes the parts that a kernel or a copy then reads.
-            arena.0 = Some(unsafe { self.stream.alloc(room) }?);
-        }
-        let address = arena
-            .0
-            .as_ref()
-            .map_or(0, |slice| slice.device_ptr(&self.stream).0);
-        Ok((DeviceAddress::new(address), arena))
     }
 }
 

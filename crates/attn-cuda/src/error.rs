@@ -81,3 +81,11 @@ pub(crate) fn absent(reason: String, next_step: &str) -> Unsupported {
         next_step: next_step.to_owned(),
     }
 }
+
+/// The refusal of a GPU that the driver does not open.
+pub(crate) fn refused_by_driver(error: DriverError) -> Unsupported {
+    absent(
+        format!("the NVIDIA driver refuses: {error}"),
+        "see `nvidia-smi` and CUDA_VISIBLE_DEVICES, or use backend \"cpu\"",
+    )
+}

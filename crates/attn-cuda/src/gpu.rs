@@ -1,15 +1,16 @@
 //! One GPU: how it is opened.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use attn_core::Unsupported;
 
-use crate::{device::Device, options::Options};
+use crate::{call_memory::HostCalls, device::Device, error::refused_by_driver, options::Options};
 
 /// One NVIDIA GPU.
 #[derive(Debug)]
 pub struct CudaBackend {
     pub(crate) device: Arc<Device>,
+    host_calls: Arc<Mutex<HostCalls>>,
 }
 
 impl CudaBackend {
@@ -45,8 +46,25 @@ impl CudaBackend {
     /// # Ok::<(), attn_core::Unsupported>(())
     /// ```
     pub fn with_options(options: &Options) -> Result<Self, Unsupported> {
+        let device = Device::open(options)?;
+        let host_calls = HostCalls::new(&device).map_err(refused_by_driver)?;
         Ok(CudaBackend {
-            device: Arc::new(Device::open(options)?),
+            device: Arc::new(device),
+            host_calls: Arc::new(Mutex::new(host_calls)),
         })
+    }
+
+    /// Another handle of the same GPU.
+    pub(crate) fn share(&self) -> Self {
+        CudaBackend {
+            device: self.device.clone(),
+            host_calls: self.host_calls.clone(),
+        }
+    }
+
+    /// The memory of calls with rows in host memory, for one that waits for its work before it lets go of it.
+    pub(crate) fn host_calls(&self) -> MutexGuard<'_, HostCalls> {
+        let calls = self.host_calls.lock();
+        calls.unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -6,7 +6,9 @@
 //!
 //! Integer formats give the reference's bits (`docs/arithmetic.md`); `docs/cuda.md` says what each machine needs.
 
+mod attention;
 mod backend;
+mod call_memory;
 mod device;
 mod device_steps;
 mod device_tables;
@@ -20,10 +22,10 @@ mod memory;
 pub mod native;
 mod options;
 mod sizes;
+mod slots;
+mod staged_view;
 mod staging;
-mod step;
 mod store;
-mod upload;
 
 /// What the project's own timing code and tests need; not for other users, and it may change in any release.
 #[doc(hidden)]

@@ -1,9 +1,13 @@
-//! Memory that a caller's stream needs at each step: device memory that steps reuse, and page-locked host memory from which their lists are
-//! copied without a wait.
+//! The way of numbers from the host to the device: device memory that calls reuse, page-locked host memory from which their lists are copied without a
+//! wait, and parts of device memory that are copied from the caller's own.
 
 use std::ops::Range;
 
-use attn_core::Error;
+use attn_core::{
+    Error,
+    error::{refuse, reserve},
+};
+use attn_kernels::cuda::params::QueryBlock;
 use cudarc::driver::{CudaEvent, CudaSlice, DevicePtr, DriverError, PinnedHostSlice, result, sys};
 
 use crate::{device::Device, error::failed, handles::DeviceAddress};
@@ -28,9 +32,10 @@ impl Scratch {
         if let Some(slice) = self.0.as_ref().filter(|slice| slice.len() >= bytes) {
             return Ok((address(slice), false));
         }
-        let grow = || -> Result<CudaSlice<u8>, DriverError> {
+        let grow = |old: &mut Option<CudaSlice<u8>>| -> Result<CudaSlice<u8>, DriverError> {
             // The old memory is freed on the device's own stream, which knows nothing of the caller's.
             done.synchronize()?;
+            *old = None;
             let no_room = DriverError(sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY);
             let bytes = bytes.max(1 << 16).checked_next_power_of_two();
             // SAFETY: whoever asked for the memory writes what a kernel then reads.
@@ -38,8 +43,7 @@ impl Scratch {
             device.stream.synchronize()?;
             Ok(slice)
         };
-        self.0 = None;
-        let slice = grow().map_err(failed("allocating for a step"))?;
+        let slice = grow(&mut self.0).map_err(failed("allocating for a call"))?;
         Ok((address(self.0.insert(slice)), true))
     }
 }
@@ -69,6 +73,9 @@ impl Staging {
         to: DeviceAddress,
         stream: sys::CUstream,
     ) -> Result<(), DriverError> {
+        if bytes.is_empty() {
+            return Ok(());
+        }
         let capacity = self.memory.as_ref().map_or(0, PinnedHostSlice::len);
         if capacity - self.next < bytes.len() {
             // Earlier copies may still read the ring.
@@ -101,13 +108,36 @@ impl Staging {
 #[derive(Debug, Default)]
 pub(crate) struct Lists(Vec<u8>);
 
+/// Where a list lies among others.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct ListPlace {
+    offset: usize,
+    is_empty: bool,
+}
+
+impl ListPlace {
+    /// The address of the list on a device whose memory has the lists from `base` on; null for an empty one.
+    pub(crate) fn at(self, base: DeviceAddress) -> DeviceAddress {
+        base.offset(self.offset).given(!self.is_empty)
+    }
+}
+
 impl Lists {
-    /// Adds a list; returns its offset, a multiple of 16.
-    pub(crate) fn add(&mut self, bytes: &[u8]) -> usize {
-        let at = self.0.len();
+    /// Adds a list, behind the others at a multiple of 16 bytes.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`].
+    pub(crate) fn add<T: Words>(&mut self, list: &[T]) -> Result<ListPlace, Error> {
+        let (offset, bytes) = (self.0.len(), bytes_of(list));
+        reserve(
+            "a call's lists",
+            &mut self.0,
+            bytes.len().saturating_add(15),
+        )?;
         self.0.extend_from_slice(bytes);
         self.0.resize(self.0.len().next_multiple_of(16), 0);
-        at
+        let is_empty = list.is_empty();
+        Ok(ListPlace { offset, is_empty })
     }
 
     pub(crate) fn bytes(&self) -> &[u8] {
@@ -147,9 +177,10 @@ impl DeviceLists {
             let to = base.offset(changed.start);
             // SAFETY: `room` has given as many bytes; the rest is this function's contract.
             unsafe { staging.copy(device, done, &bytes[changed], to, stream) }
-                .map_err(failed("copying a step's lists"))?;
+                .map_err(failed("copying a call's lists"))?;
         }
         latest.clear();
+        reserve("a call's lists", &mut latest, bytes.len())?;
         latest.extend_from_slice(bytes);
         self.latest = latest;
         Ok(base)
@@ -168,6 +199,81 @@ fn changed_chunks(before: &[u8], now: &[u8]) -> Range<usize> {
         (Some(first), Some(last)) => first..(last + CHUNK).min(now.len()),
         _ => 0..0,
     }
+}
+
+/// Parts of one piece of device memory, each aligned to 256 bytes; some are copied there from the caller's own memory.
+#[derive(Default)]
+pub(crate) struct Parts<'a> {
+    copies: Vec<(usize, &'a [u8])>,
+    bytes: usize,
+}
+
+impl<'a> Parts<'a> {
+    /// The offset of a part of so many bytes.
+    ///
+    /// # Errors
+    /// [`Error::Parameter`] if all parts together need more than 64 bits.
+    pub(crate) fn reserve(&mut self, bytes: usize) -> Result<usize, Error> {
+        let at = self.bytes;
+        let end = at.checked_add(bytes);
+        let Some(end) = end.and_then(|end| end.checked_next_multiple_of(256)) else {
+            let (given, allowed) = (
+                format_args!("{at} + {bytes}"),
+                "less than 2^64; decode fewer sequences at once",
+            );
+            return refuse("bytes of device memory", given, allowed);
+        };
+        self.bytes = end;
+        Ok(at)
+    }
+
+    /// The offset of a part to copy.
+    ///
+    /// # Errors
+    /// Those of [`Parts::reserve`].
+    pub(crate) fn add<T: Words>(&mut self, part: &'a [T]) -> Result<usize, Error> {
+        let at = self.reserve(size_of_val(part))?;
+        self.copies.push((at, bytes_of(part)));
+        Ok(at)
+    }
+
+    /// Bytes of all parts.
+    pub(crate) fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    /// Enqueues the copies to `base` and behind.
+    ///
+    /// # Safety
+    /// From `base` on there are [`Parts::bytes`] bytes of device memory until the copies have run on `stream`, which is alive; what is copied
+    /// stays as it is until then. The driver may return before: it does where the host's memory is pinned.
+    pub(crate) unsafe fn copy(
+        &self,
+        base: DeviceAddress,
+        stream: sys::CUstream,
+    ) -> Result<(), DriverError> {
+        for (offset, bytes) in self.copies.iter().filter(|(_, bytes)| !bytes.is_empty()) {
+            // SAFETY: this function's contract; `reserve` gave the part its own place below `bytes`.
+            unsafe { result::memcpy_htod_async(base.offset(*offset).get(), bytes, stream) }?;
+        }
+        Ok(())
+    }
+}
+
+/// Numbers without padding, which any bytes are.
+pub(crate) trait Words: Copy {}
+impl Words for f32 {}
+impl Words for i32 {}
+impl Words for i64 {}
+impl Words for u32 {}
+impl Words for u16 {}
+impl Words for u8 {}
+impl Words for QueryBlock {}
+
+/// A slice's memory as bytes.
+fn bytes_of<T: Words>(x: &[T]) -> &[u8] {
+    // SAFETY: `Words` are plain numbers without padding, and a byte has no alignment.
+    unsafe { std::slice::from_raw_parts(x.as_ptr().cast(), size_of_val(x)) }
 }
 
 #[cfg(test)]
@@ -201,9 +307,33 @@ mod tests {
     #[test]
     fn lists_lie_one_behind_the_other_in_chunks_of_16_bytes() {
         let mut lists = Lists::default();
-        let at = [&[1u8; 3][..], &[], &[2; 16], &[3; 17]].map(|list| lists.add(list));
-        assert_eq!(at, [0, 16, 16, 32]);
+        let base = DeviceAddress::new(0x100);
+        let at = [&[1u8; 3][..], &[], &[2; 16], &[3; 17]]
+            .map(|list| lists.add(list).unwrap().at(base).get());
+        assert_eq!(at, [0x100, 0, 0x110, 0x120]);
         assert_eq!(lists.bytes().len(), 64);
         assert_eq!(lists.bytes()[..4], [1, 1, 1, 0]);
+        let words = lists.add(&[0x0102_0304u32, 5]).unwrap();
+        assert_eq!(words.at(base).get(), 0x140);
+        assert_eq!(lists.bytes()[64..72], [4, 3, 2, 1, 5, 0, 0, 0]);
+    }
+
+    #[test]
+    fn parts_lie_one_behind_the_other() {
+        let mut parts = Parts::default();
+        let all = [&[1u8; 3][..], &[], &[2; 256], &[3; 257]];
+        let at: Vec<usize> = all.iter().map(|part| parts.add(part).unwrap()).collect();
+        assert_eq!(at, [0, 256, 256, 512]);
+        assert_eq!(parts.bytes(), 1024);
+    }
+
+    #[test]
+    fn parts_that_no_memory_holds_are_refused() {
+        for bytes in [usize::MAX, usize::MAX - 512] {
+            let mut parts = Parts::default();
+            parts.reserve(512).unwrap();
+            assert!(matches!(parts.reserve(bytes), Err(Error::Parameter { .. })));
+            assert_eq!(parts.bytes(), 512, "nothing is reserved");
+        }
     }
 }

@@ -2,7 +2,7 @@
 
 use std::{fmt, sync::Arc};
 
-use attn_core::{DeviceSteps, KEPT_PLANS, all_on_device};
+use attn_core::{DeviceResults, DeviceSteps, KEPT_PLANS, all_on_device};
 
 use crate::{
     Append, Attend, Attended, CacheConfig, DecodeAttention, DecodeStep, Error, KvCache, KvSource,
@@ -192,7 +192,8 @@ impl Session {
             let q = q.device_rows("q", attended.rows())?;
             let out = out.device_rows("out", attended.rows())?;
             let lse = lse.map(|lse| lse.device_rows("lse", attended.lse_rows()));
-            return steps.attend(&attended, q, out, lse.transpose()?);
+            let lse = lse.transpose()?;
+            return steps.attend(&attended, q, DeviceResults::Rows { out, lse });
         }
         self.wait()?;
         let attended = at.of_cache(&self.cache)?;
@@ -248,7 +249,7 @@ impl Session {
     /// Attends as [`Session::span_states`] does, into memory of the caller.
     ///
     /// # Errors
-    /// Those of [`Session::span_states`] and of [`Problem::check_spans`]; of rows on a device those of [`DeviceSteps::attend_spans`].
+    /// Those of [`Session::span_states`] and of [`Problem::check_spans`]; of rows on a device those of [`DeviceSteps::attend`].
     pub fn attend_spans(&mut self, at: &Attend<'_>, rows: SpanRows<'_>) -> Result<(), Error> {
         let places = [
             ("q", rows.q.device()),
@@ -259,12 +260,13 @@ impl Session {
             let (steps, cache) = self.steps()?;
             let attended = at.of_cache(cache)?;
             let [of_max_sums, of_o] = attended.state_rows(rows.spans);
-            let states = [
-                rows.max_sums.device_rows("max_sums", of_max_sums)?,
-                rows.o.device_rows("o", of_o)?,
-            ];
+            let states = DeviceResults::Spans {
+                spans: rows.spans,
+                max_sums: rows.max_sums.device_rows("max_sums", of_max_sums)?,
+                o: rows.o.device_rows("o", of_o)?,
+            };
             let q = rows.q.device_rows("q", attended.rows())?;
-            return steps.attend_spans(&attended, q, rows.spans, states);
+            return steps.attend(&attended, q, states);
         }
         let attended = at.of_cache(&self.cache)?;
         attended.problem().check_spans(rows.spans)?;

@@ -7,9 +7,9 @@ use std::{
 
 use attn::{
     Append, Attend, AttendRows, Attended, CacheAccess, CacheConfig, DecodeAttention, DecodeStep,
-    DeviceInfo, DeviceMemory, DeviceRows, DeviceSteps, Dtype, Error, Heads, HostPages, KvCache,
-    KvFormat, PageLayout, PageStore, Plan, Problem, Rows, RowsMut, Session, SpanRows, SpanStates,
-    SpansStep, TokenWrite, Unsupported, WideRows,
+    DeviceInfo, DeviceMemory, DeviceResults, DeviceRows, DeviceSteps, Dtype, Error, Heads,
+    HostPages, KvCache, KvFormat, PageLayout, PageStore, Plan, Problem, Rows, RowsMut, Session,
+    SpanRows, SpanStates, SpansStep, TokenWrite, Unsupported, WideRows,
 };
 
 const HEADS: Heads = Heads {
@@ -146,24 +146,20 @@ impl DeviceSteps for NotedSteps {
         &mut self,
         attended: &Attended<'_>,
         q: DeviceRows<'_>,
-        out: DeviceRows<'_>,
-        lse: Option<DeviceRows<'_>>,
+        results: DeviceResults<'_>,
     ) -> Result<(), Error> {
-        assert_eq!((q.shape(), out.shape()), (attended.rows(), attended.rows()));
-        let lse = lse.map_or(attended.lse_rows(), |lse| lse.shape());
-        assert_eq!(lse, attended.lse_rows());
-        self.0.note("attend");
-        Ok(())
-    }
-    fn attend_spans(
-        &mut self,
-        attended: &Attended<'_>,
-        _: DeviceRows<'_>,
-        spans: usize,
-        states: [DeviceRows<'_>; 2],
-    ) -> Result<(), Error> {
-        let shapes = states.map(|rows| rows.shape());
-        assert_eq!(shapes, attended.state_rows(spans));
+        assert_eq!(q.shape(), attended.rows());
+        match results {
+            DeviceResults::Rows { out, lse } => {
+                assert_eq!(out.shape(), attended.rows());
+                let lse = lse.map_or(attended.lse_rows(), |lse| lse.shape());
+                assert_eq!(lse, attended.lse_rows());
+            }
+            DeviceResults::Spans { spans, max_sums, o } => {
+                let shapes = [max_sums, o].map(|rows| rows.shape());
+                assert_eq!(shapes, attended.state_rows(spans));
+            }
+        }
         self.0.note("attend");
         Ok(())
     }

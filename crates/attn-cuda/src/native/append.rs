@@ -114,11 +114,6 @@ pub struct NativeAppend {
 }
 
 impl NativeAppend {
-    /// The layout of the pages that it writes.
-    pub(crate) fn layout(&self) -> &PageLayout {
-        &self.layout
-    }
-
     /// The kernel of an append with these rotary positions, or without.
     ///
     /// # Errors
@@ -165,7 +160,7 @@ pub fn append_grid(
 ///
 /// # Safety
 /// Those of `CudaBackend::append_on`; the device's context is current.
-pub(crate) unsafe fn launch_append(
+unsafe fn launch_append(
     kernel: &LoadedKernel,
     layout: &PageLayout,
     stream: sys::CUstream,

@@ -56,8 +56,8 @@ mod rotary;
 mod rows;
 pub(crate) mod slots;
 
+pub(crate) use append::check_heads;
 pub use append::{AppendArgs, NativeAppend};
-pub(crate) use append::{check_heads, launch_append};
 pub use attn_kernels::cuda::KvLayout;
 pub use copy_pages::{CopyPagesArgs, NativeCopyPages};
 pub use dtype::Dtype;

@@ -4,8 +4,9 @@ use anyhow::{Context, Result, bail, ensure};
 use attn_bench::cuda::Buffers;
 use attn_conformance::{case::noise, check::first_difference, trials::Trials};
 use attn_core::{
-    Append, Attend, CacheConfig, DecodeAttention, DecodeStep, DeviceMemory, DeviceSteps, Dtype,
-    Error, Heads, KvCache, KvFormat, KvSource, Problem, Rows, RowsMut, Scheme, SpansStep,
+    Append, Attend, CacheConfig, DecodeAttention, DecodeStep, DeviceMemory, DeviceResults,
+    DeviceSteps, Dtype, Error, Heads, KvCache, KvFormat, KvSource, Problem, Rows, RowsMut, Scheme,
+    SpansStep,
 };
 use attn_cpu::CpuBackend;
 use attn_cuda::{CudaBackend, CudaMemory, internals::context};
@@ -105,7 +106,11 @@ impl Pair<'_> {
         let of_out = RowsMut::on_device(&of_out, side_by_side(there.rows()), STRIDES)?;
         let of_q = of_q.device_rows("q", there.rows())?;
         let of_out = of_out.device_rows("out", there.rows())?;
-        self.steps.attend(&there, of_q, of_out, None)?;
+        let results = DeviceResults::Rows {
+            out: of_out,
+            lse: None,
+        };
+        self.steps.attend(&there, of_q, results)?;
         self.steps.wait()?;
         if let Some(text) = first_difference("out", &self.buffers.download(&out)?, &want) {
             bail!("{text}");
@@ -139,13 +144,13 @@ impl Pair<'_> {
             let max_sums = [0, HEADS.q * 2, 2];
             let max_sums = RowsMut::on_device(&memories[1], side_by_side(of_max_sums), max_sums)?;
             let o = RowsMut::on_device(&memories[2], side_by_side(of_o), STRIDES)?;
-            Ok::<_, Error>([
-                max_sums.device_rows("max_sums", of_max_sums)?,
-                o.device_rows("o", of_o)?,
-            ])
+            Ok::<_, Error>(DeviceResults::Spans {
+                spans,
+                max_sums: max_sums.device_rows("max_sums", of_max_sums)?,
+                o: o.device_rows("o", of_o)?,
+            })
         };
-        self.steps
-            .attend_spans(&there, of_q, spans, states(spans)?)?;
+        self.steps.attend(&there, of_q, states(spans)?)?;
         self.steps.wait()?;
         let (max_sums, o) = (
             self.buffers.download(&max_sums)?,
@@ -163,7 +168,7 @@ impl Pair<'_> {
         let unseen = second.iter().step_by(2).all(|m| *m == f32::NEG_INFINITY);
         ensure!(unseen, "a span that no sequence has is seen");
         // Fewer spans than tokens need.
-        let refused = self.steps.attend_spans(&there, of_q, 0, states(0)?);
+        let refused = self.steps.attend(&there, of_q, states(0)?);
         ensure!(
             matches!(refused, Err(Error::Parameter { what: "spans", .. })),
             "{refused:?}"
