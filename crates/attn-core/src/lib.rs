@@ -43,6 +43,7 @@ mod recent;
 pub mod rotary;
 pub mod rotation;
 mod row_layout;
+mod row_memory;
 pub mod row_state;
 mod rows;
 mod score_modifiers;

@@ -7,89 +7,9 @@ use crate::{
     elements::{Elements, ElementsMut},
     error::{Error, filled},
     row_layout::{Layout, refused},
+    row_memory::{Memory, RowMemory, on_device},
     wide_rows::{WideRows, WideRowsMut, Widened},
 };
-
-/// Where rows to read are.
-#[derive(Debug, Clone, Copy)]
-enum Memory<'a> {
-    Host(Elements<'a>),
-    Device(&'a dyn DeviceMemory),
-}
-
-/// Where rows to write are.
-#[derive(Debug)]
-enum MemoryMut<'a> {
-    Host(ElementsMut<'a>),
-    Device(&'a dyn DeviceMemory),
-}
-
-/// The refusal of a device's rows where the host reads or writes.
-fn on_device(what: &'static str, memory: &dyn DeviceMemory) -> Error {
-    Error::Rows {
-        what,
-        given: format!("lies on {}", memory.device()),
-        needed: "rows in host memory, which is all that this call takes".to_owned(),
-    }
-}
-
-/// The refusal of the host's rows where a device reads or writes.
-fn on_host(what: &'static str) -> Error {
-    Error::Rows {
-        what,
-        given: "lies in host memory".to_owned(),
-        needed: "rows in the device's memory".to_owned(),
-    }
-}
-
-/// Refuses a slice that ends before the last row does.
-fn check_reach(given: usize, needed: usize) -> Result<(), Error> {
-    if given >= needed {
-        return Ok(());
-    }
-    Err(Error::Length {
-        what: "the slice of strided rows",
-        given,
-        needed,
-    })
-}
-
-/// Refuses rows to write that share an element.
-fn check_apart(layout: &Layout, shape: [usize; 4], strides: [usize; 3]) -> Result<(), Error> {
-    if !layout.overlaps() {
-        return Ok(());
-    }
-    let allowed = "rows to write that do not overlap: strides of at least what lies inside of them";
-    Err(refused(shape, strides, allowed))
-}
-
-/// Refuses other than the needed rows `[tokens, heads, dim]`.
-fn check_shape(
-    what: &'static str,
-    elements: usize,
-    layout: Option<Layout>,
-    needed: [usize; 3],
-) -> Result<Layout, Error> {
-    match layout {
-        Some(layout) if layout.shape() == needed => Ok(layout),
-        Some(layout) => Err(Error::Shape {
-            what,
-            given: layout.shape(),
-            needed,
-        }),
-        None => {
-            let needed_elements = needed.into_iter().fold(1, usize::saturating_mul);
-            if elements != needed_elements {
-                return Err(Error::Length {
-                    what,
-                    given: elements,
-                    needed: needed_elements,
-                });
-            }
-            Layout::packed(needed)
-        }
-    }
-}
 
 /// Rows to read, `[tokens, heads, dim]` of f32, f16 or bf16: K, V or queries.
 ///
@@ -97,21 +17,14 @@ fn check_shape(
 /// projection or a transposed array. What lies between rows is not read. [`Rows::on_device`] takes rows in a device's memory, which its own backend reads
 /// there.
 #[derive(Debug, Clone, Copy)]
-pub struct Rows<'a> {
-    memory: Memory<'a>,
-    /// `None`: the rows that a call needs, side by side.
-    layout: Option<Layout>,
-}
+pub struct Rows<'a>(RowMemory<'a, Elements<'a>>);
 
 /// Rows to write, `[tokens, heads, dim]` of f32, f16 or bf16: outputs.
 ///
 /// A slice, an array or a vector converts into it: rows side by side. [`RowsMut::strided`] takes rows that lie apart. What lies between rows is
 /// neither read nor written. [`RowsMut::on_device`] takes rows in a device's memory.
 #[derive(Debug)]
-pub struct RowsMut<'a> {
-    memory: MemoryMut<'a>,
-    layout: Option<Layout>,
-}
+pub struct RowsMut<'a>(RowMemory<'a, ElementsMut<'a>>);
 
 impl<'a> Rows<'a> {
     /// Rows `[tokens, heads, dim]` of which the row of token t and head h begins at element `t·token_stride + h·head_stride`.
@@ -154,13 +67,7 @@ impl<'a> Rows<'a> {
         shape: [usize; 4],
         strides: [usize; 3],
     ) -> Result<Self, Error> {
-        let elements = elements.into();
-        let (layout, end) = Layout::strided(shape, strides)?;
-        check_reach(elements.len(), end)?;
-        Ok(Rows {
-            memory: Memory::Host(elements),
-            layout: Some(layout),
-        })
+        RowMemory::strided(Memory::Host(elements.into()), shape, strides).map(Rows)
     }
 
     /// Rows `[sequences, tokens, heads, dim]` in a device's memory, with strides as those of [`Rows::strided_batch`].
@@ -172,18 +79,13 @@ impl<'a> Rows<'a> {
         shape: [usize; 4],
         strides: [usize; 3],
     ) -> Result<Self, Error> {
-        let (layout, end) = Layout::strided(shape, strides)?;
-        check_reach(memory.elements(), end)?;
-        Ok(Rows {
-            memory: Memory::Device(memory),
-            layout: Some(layout),
-        })
+        RowMemory::strided(Memory::Device(memory), shape, strides).map(Rows)
     }
 
     /// The slice that has the rows, and what lies between and behind them; none for rows on a device.
     #[must_use]
     pub fn elements(&self) -> Option<Elements<'a>> {
-        match self.memory {
+        match self.0.memory {
             Memory::Host(elements) => Some(elements),
             Memory::Device(_) => None,
         }
@@ -192,10 +94,7 @@ impl<'a> Rows<'a> {
     /// The memory of rows on a device; none for rows in host memory.
     #[must_use]
     pub fn device(&self) -> Option<&'a dyn DeviceMemory> {
-        match self.memory {
-            Memory::Host(_) => None,
-            Memory::Device(memory) => Some(memory),
-        }
+        self.0.memory.device()
     }
 
     /// The rows, which are on a device and have the needed shape `[tokens, heads, dim]`.
@@ -207,24 +106,13 @@ impl<'a> Rows<'a> {
         what: &'static str,
         needed: [usize; 3],
     ) -> Result<DeviceRows<'a>, Error> {
-        let memory = self.device().ok_or_else(|| on_host(what))?;
-        let layout = self.check(what, needed)?;
-        Ok(DeviceRows::new(what, memory, layout))
-    }
-
-    /// Elements of the memory that has the rows.
-    fn reach(&self) -> usize {
-        match self.memory {
-            Memory::Host(elements) => elements.len(),
-            Memory::Device(memory) => memory.elements(),
-        }
+        self.0.device_rows(what, needed)
     }
 
     /// Number of elements of all rows; what lies between them is not counted.
     #[must_use]
     pub fn len(&self) -> usize {
-        self.layout
-            .map_or_else(|| self.reach(), |layout| layout.len())
+        self.0.len()
     }
 
     /// Whether there are none.
@@ -238,7 +126,7 @@ impl<'a> Rows<'a> {
     /// # Errors
     /// [`Error::OutOfMemory`]; [`Error::Rows`] for rows on a device.
     pub fn to_wide(&self) -> Result<Vec<f32>, Error> {
-        let layout = match self.layout {
+        let layout = match self.0.layout {
             Some(layout) => layout,
             None => Layout::packed([1, 1, self.len()])?,
         };
@@ -247,29 +135,13 @@ impl<'a> Rows<'a> {
     }
 
     /// The tokens of rows `[tokens, heads, dim]`, where their number is not known otherwise.
-    pub(crate) fn tokens(
-        &self,
-        what: &'static str,
-        [heads, dim]: [usize; 2],
-    ) -> Result<usize, Error> {
-        if let Some(layout) = self.layout {
-            let tokens = layout.shape()[0];
-            return check_shape(what, 0, Some(layout), [tokens, heads, dim]).map(|_| tokens);
-        }
-        let (given, row) = (self.reach(), heads * dim);
-        if !given.is_multiple_of(row) {
-            return Err(Error::Length {
-                what,
-                given,
-                needed: given.next_multiple_of(row),
-            });
-        }
-        Ok(given / row)
+    pub(crate) fn tokens(&self, what: &'static str, row: [usize; 2]) -> Result<usize, Error> {
+        self.0.tokens(what, row)
     }
 
     /// Refuses other than the needed rows `[tokens, heads, dim]`.
     pub(crate) fn check(&self, what: &'static str, needed: [usize; 3]) -> Result<Layout, Error> {
-        check_shape(what, self.reach(), self.layout, needed)
+        self.0.check(what, needed)
     }
 
     /// Refuses other than the needed rows, and rows on a device.
@@ -286,10 +158,9 @@ impl<'a> Rows<'a> {
 
     /// The rows, which have this layout, in f32: in place where they are, else side by side in memory of their own.
     pub(crate) fn widened(self, layout: Layout, what: &'static str) -> Result<Widened<'a>, Error> {
-        let narrow = match self.memory {
-            Memory::Host(Elements::F32(x)) => return Ok(Widened::in_place(x, layout)),
-            Memory::Host(narrow) => narrow,
-            Memory::Device(memory) => return Err(on_device(what, memory)),
+        let narrow = match self.0.on_host(what)? {
+            Elements::F32(x) => return Ok(Widened::in_place(x, layout)),
+            narrow => narrow,
         };
         let mut wide = filled(what, layout.len(), 0.0f32)?;
         let mut rest = &mut wide[..];
@@ -347,14 +218,7 @@ impl<'a> RowsMut<'a> {
         shape: [usize; 4],
         strides: [usize; 3],
     ) -> Result<Self, Error> {
-        let elements = elements.into();
-        let (layout, end) = Layout::strided(shape, strides)?;
-        check_reach(elements.len(), end)?;
-        check_apart(&layout, shape, strides)?;
-        Ok(RowsMut {
-            memory: MemoryMut::Host(elements),
-            layout: Some(layout),
-        })
+        RowsMut::apart(Memory::Host(elements.into()), shape, strides)
     }
 
     /// Rows `[sequences, tokens, heads, dim]` in a device's memory; see [`Rows::on_device`].
@@ -366,22 +230,28 @@ impl<'a> RowsMut<'a> {
         shape: [usize; 4],
         strides: [usize; 3],
     ) -> Result<Self, Error> {
-        let (layout, end) = Layout::strided(shape, strides)?;
-        check_reach(memory.elements(), end)?;
-        check_apart(&layout, shape, strides)?;
-        Ok(RowsMut {
-            memory: MemoryMut::Device(memory),
-            layout: Some(layout),
-        })
+        RowsMut::apart(Memory::Device(memory), shape, strides)
+    }
+
+    /// Rows at strides, of which no two share an element.
+    fn apart(
+        memory: Memory<'a, ElementsMut<'a>>,
+        shape: [usize; 4],
+        strides: [usize; 3],
+    ) -> Result<Self, Error> {
+        let rows = RowMemory::strided(memory, shape, strides)?;
+        if rows.layout.is_some_and(|layout| layout.overlaps()) {
+            let allowed =
+                "rows to write that do not overlap: strides of at least what lies inside of them";
+            return Err(refused(shape, strides, allowed));
+        }
+        Ok(RowsMut(rows))
     }
 
     /// The memory of rows on a device; none for rows in host memory.
     #[must_use]
     pub fn device(&self) -> Option<&'a dyn DeviceMemory> {
-        match self.memory {
-            MemoryMut::Host(_) => None,
-            MemoryMut::Device(memory) => Some(memory),
-        }
+        self.0.memory.device()
     }
 
     /// The rows, which are on a device and have the needed shape `[tokens, heads, dim]`.
@@ -393,9 +263,7 @@ impl<'a> RowsMut<'a> {
         what: &'static str,
         needed: [usize; 3],
     ) -> Result<DeviceRows<'a>, Error> {
-        let memory = self.device().ok_or_else(|| on_host(what))?;
-        let layout = self.check(what, needed)?;
-        Ok(DeviceRows::new(what, memory, layout))
+        self.0.device_rows(what, needed)
     }
 
     /// The slice of f32 rows in host memory that lie side by side and have the needed shape `[tokens, heads, dim]`: results that are never rounded to 16 bits,
@@ -421,19 +289,10 @@ impl<'a> RowsMut<'a> {
         }
     }
 
-    /// Elements of the memory that has the rows.
-    fn reach(&self) -> usize {
-        match &self.memory {
-            MemoryMut::Host(elements) => elements.len(),
-            MemoryMut::Device(memory) => memory.elements(),
-        }
-    }
-
     /// Number of elements of all rows; what lies between them is not counted.
     #[must_use]
     pub fn len(&self) -> usize {
-        self.layout
-            .map_or_else(|| self.reach(), |layout| layout.len())
+        self.0.len()
     }
 
     /// Whether there are none.
@@ -444,52 +303,43 @@ impl<'a> RowsMut<'a> {
 
     /// Refuses other than the needed rows `[tokens, heads, dim]`.
     pub(crate) fn check(&self, what: &'static str, needed: [usize; 3]) -> Result<Layout, Error> {
-        check_shape(what, self.reach(), self.layout, needed)
+        self.0.check(what, needed)
     }
 
     pub(crate) fn into_elements(self, what: &'static str) -> Result<ElementsMut<'a>, Error> {
-        match self.memory {
-            MemoryMut::Host(elements) => Ok(elements),
-            MemoryMut::Device(memory) => Err(on_device(what, memory)),
-        }
+        self.0.on_host(what)
     }
 }
 
 impl<'a> From<Elements<'a>> for Rows<'a> {
     fn from(elements: Elements<'a>) -> Self {
-        Rows {
-            memory: Memory::Host(elements),
-            layout: None,
-        }
+        Rows(RowMemory::needed(elements))
     }
 }
 
 impl<'a> From<ElementsMut<'a>> for RowsMut<'a> {
     fn from(elements: ElementsMut<'a>) -> Self {
-        RowsMut {
-            memory: MemoryMut::Host(elements),
-            layout: None,
-        }
+        RowsMut(RowMemory::needed(elements))
     }
 }
 
 impl<'a> From<WideRows<'a>> for Rows<'a> {
     fn from(rows: WideRows<'a>) -> Self {
         let (x, layout) = rows.into_parts();
-        Rows {
+        Rows(RowMemory {
             memory: Memory::Host(x.into()),
             layout: Some(layout),
-        }
+        })
     }
 }
 
 impl<'a> From<WideRowsMut<'a>> for RowsMut<'a> {
     fn from(rows: WideRowsMut<'a>) -> Self {
         let (x, layout) = rows.into_layout();
-        RowsMut {
-            memory: MemoryMut::Host(x.into()),
+        RowsMut(RowMemory {
+            memory: Memory::Host(x.into()),
             layout: Some(layout),
-        }
+        })
     }
 }
 
