@@ -10,8 +10,8 @@ use std::{
 use attn::{
     CacheConfig, Heads, KvFormat, PageLayout, Problem, Scheme,
     backends::cuda::native::{
-        self, DeviceAddress, KvLayout, NativeAppend, NativePlan, PagedSequences, Stream,
-        alibi_slopes_log2,
+        self, DeviceAddress, KvLayout, ListBlocksArgs, NativeAppend, NativePlan, PagedSequences,
+        Stream, alibi_slopes_log2,
     },
 };
 
@@ -401,11 +401,13 @@ pub unsafe extern "C" fn attn_plan_list_query_blocks(
     call(|| {
         // SAFETY: this function's contract.
         let plan = unsafe { handle("plan", plan)? };
-        let starts = given("cu_seqlens_q", cu_seqlens_q)?;
-        let to = given("query_blocks", query_blocks)?;
+        let args = ListBlocksArgs {
+            cu_seqlens_q: given("cu_seqlens_q", cu_seqlens_q)?,
+            to: given("query_blocks", query_blocks)?,
+        };
         let gpu = plan.device.cuda("plan")?;
         // SAFETY: this function's contract.
-        Ok(unsafe { gpu.query_blocks_on(&plan.plan, Stream::from_raw(stream), starts, to) }?)
+        Ok(unsafe { gpu.enqueue(plan.plan.list_blocks()?, Stream::from_raw(stream), &args) }?)
     })
 }
 

@@ -9,8 +9,7 @@ use std::{
 use attn::{
     CacheConfig, Heads, KvFormat, PageLayout,
     backends::cuda::native::{
-        self, CopyPagesArgs, ExportArgs, KvRows, MergeSpansArgs, MergeStatesArgs, NativeCopyPages,
-        NativeExport, NativeMergeSpans, NativeMergeStates, Stream,
+        self, CopyPagesArgs, ExportArgs, KvRows, MergeSpansArgs, MergeStatesArgs, Prepared, Stream,
     },
 };
 
@@ -177,10 +176,10 @@ pub struct Transfer {
     device: Arc<attn::Device>,
     layout: PageLayout,
     residual_slots: usize,
-    export: NativeExport,
-    copy_pages: NativeCopyPages,
-    merge: NativeMergeStates,
-    merge_spans: NativeMergeSpans,
+    export: Prepared<ExportArgs>,
+    copy_pages: Prepared<CopyPagesArgs>,
+    merge: Prepared<MergeStatesArgs>,
+    merge_spans: Prepared<MergeSpansArgs>,
 }
 
 /// Loads the kernels for a GPU; the first handle of its kind may compile some.
@@ -218,10 +217,10 @@ pub unsafe extern "C" fn attn_transfer_create(
         let handle = Transfer {
             device: device.clone(),
             residual_slots: format.residual_slots(layout.page_size(), given.max_q_len.max(1)),
-            export: gpu.prepare_export(layout)?,
-            copy_pages: gpu.prepare_copy_pages()?,
-            merge: gpu.prepare_merge()?,
-            merge_spans: gpu.prepare_merge_spans(format, layout.head_dim())?,
+            export: gpu.prepare_op(layout)?,
+            copy_pages: gpu.prepare_op(())?,
+            merge: gpu.prepare_op(())?,
+            merge_spans: gpu.prepare_op((format, layout.head_dim()))?,
             layout,
         };
         *out = Box::into_raw(Box::new(handle));
@@ -283,7 +282,7 @@ pub unsafe extern "C" fn attn_transfer_export(
         };
         let gpu = transfer.device.cuda("transfer")?;
         // SAFETY: this function's contract.
-        Ok(unsafe { gpu.export_on(&transfer.export, Stream::from_raw(stream), &args) }?)
+        Ok(unsafe { gpu.enqueue(&transfer.export, Stream::from_raw(stream), &args) }?)
     })
 }
 
@@ -318,7 +317,7 @@ pub unsafe extern "C" fn attn_transfer_merge_spans(
         };
         let gpu = transfer.device.cuda("transfer")?;
         // SAFETY: this function's contract.
-        Ok(unsafe { gpu.merge_spans_on(&transfer.merge_spans, Stream::from_raw(stream), &args) }?)
+        Ok(unsafe { gpu.enqueue(&transfer.merge_spans, Stream::from_raw(stream), &args) }?)
     })
 }
 
@@ -354,7 +353,7 @@ pub unsafe extern "C" fn attn_transfer_pages(
         };
         let gpu = transfer.device.cuda("transfer")?;
         // SAFETY: this function's contract.
-        Ok(unsafe { gpu.copy_pages_on(&transfer.copy_pages, Stream::from_raw(stream), &args) }?)
+        Ok(unsafe { gpu.enqueue(&transfer.copy_pages, Stream::from_raw(stream), &args) }?)
     })
 }
 
@@ -389,6 +388,6 @@ pub unsafe extern "C" fn attn_transfer_merge(
         };
         let gpu = transfer.device.cuda("transfer")?;
         // SAFETY: this function's contract.
-        Ok(unsafe { gpu.merge_on(&transfer.merge, Stream::from_raw(stream), &args) }?)
+        Ok(unsafe { gpu.enqueue(&transfer.merge, Stream::from_raw(stream), &args) }?)
     })
 }

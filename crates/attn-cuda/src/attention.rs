@@ -8,8 +8,8 @@ use crate::{
     device::Device,
     device_tables::DeviceTables,
     native::{
-        DecodeArgs, DeviceAddress, DeviceKv, Dtype, NativePlan, PagedSequences, Pages, SpansArgs,
-        Stream, alibi_slopes_log2, launch_decode_as, launch_import,
+        self, DecodeArgs, DeviceAddress, DeviceKv, Dtype, NativePlan, PagedSequences, Pages,
+        SpansArgs, Stream, alibi_slopes_log2, launch_decode_as,
     },
     sizes,
     staged_view::{PlacedView, StagedView},
@@ -149,7 +149,7 @@ impl Attention<'_> {
                         let args = import.args(rows, pool, table.at(base), problem);
                         // SAFETY: this function's contract: the step has compared the view's reach with its slices, by products that do not wrap, and strides beyond
                         // 63 bits are multiplied by 0 alone. The table counts pages up to the longest length for each sequence, for which there is room.
-                        unsafe { launch_import(&import.native, stream.raw(), &args) }?;
+                        unsafe { native::enqueue(device, &import.native, stream.raw(), &args) }?;
                         DeviceKv::Paged(paged(pool, &import.tables, rows.tensor_scales))
                     }
                 }

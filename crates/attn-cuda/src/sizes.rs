@@ -55,7 +55,7 @@ pub(crate) fn axis(n: usize) -> u32 {
 
 /// Strides as the kernels take them. One that needs more than 63 bits lies along an axis with one entry, and is multiplied by 0 alone:
 /// no memory has a second entry that far away.
-pub(crate) fn strides(of: [usize; 3]) -> [i64; 3] {
+pub(crate) fn strides<const N: usize>(of: [usize; N]) -> [i64; N] {
     of.map(|stride| i64::try_from(stride).unwrap_or(i64::MAX))
 }
 

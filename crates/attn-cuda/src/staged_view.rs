@@ -6,7 +6,7 @@ use attn_kernels::cuda::{KvLayout, instance};
 use crate::{
     device::Device,
     device_tables::DeviceTables,
-    native::{DeviceAddress, DeviceRows, ImportArgs, NativeImport, Pages, prepare_import},
+    native::{DeviceAddress, DeviceRows, ImportArgs, Pages, Prepared, prepare_op},
     sizes,
     staging::Parts,
 };
@@ -24,7 +24,7 @@ pub(crate) fn layout_of(view: &KvView<'_>, pages: KvLayout) -> KvLayout {
 
 /// Pages that a view's rows are imported to.
 pub(crate) struct ViewPages {
-    pub(crate) native: NativeImport,
+    pub(crate) native: Prepared<ImportArgs>,
     pub(crate) tables: DeviceTables,
     /// The offset of the pages.
     at: usize,
@@ -92,7 +92,7 @@ impl<'a> StagedView<'a> {
                 let sizes = [tables.table.len(), layout.page_bytes()];
                 let bytes = sizes::product("bytes of a view in pages", &sizes)?;
                 Some(ViewPages {
-                    native: prepare_import(device, layout)?,
+                    native: prepare_op(device, layout)?,
                     tables,
                     at: parts.reserve(bytes)?,
                 })
@@ -138,7 +138,7 @@ impl<'a> StagedView<'a> {
         match &self.pages {
             None => PlacedView::InPlace(rows),
             Some(pages) => {
-                let (layout, count) = (pages.native.layout(), pages.tables.table.len());
+                let (layout, count) = (pages.native.shape(), pages.tables.table.len());
                 let pool = Pages::new(base.offset(pages.at), layout, count);
                 PlacedView::Imported(pages, pool, rows)
             }

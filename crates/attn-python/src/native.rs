@@ -6,8 +6,8 @@ mod places;
 use attn::{
     CacheConfig, Heads, KvFormat, PageLayout, Problem, Window,
     backends::cuda::native::{
-        DeviceAddress, DeviceKv, KvLayout, NativeAppend, NativeExport, NativePlan, SlotAppendArgs,
-        SpansArgs, alibi_slopes_log2,
+        DeviceAddress, DeviceKv, ExportArgs, KvLayout, ListBlocksArgs, NativeAppend, NativePlan,
+        Prepared, SlotAppendArgs, SpansArgs, alibi_slopes_log2,
     },
 };
 use pyo3::{
@@ -32,7 +32,7 @@ pub struct Plan {
     plan: NativePlan,
     /// None where pages are another engine's.
     append: Option<NativeAppend>,
-    export: Option<NativeExport>,
+    export: Option<Prepared<ExportArgs>>,
 }
 
 /// The refusal of a plan for another engine's pages.
@@ -77,7 +77,7 @@ impl Plan {
                         true => gpu.prepare_append_rotary(&config)?,
                         false => gpu.prepare_append(&config)?,
                     }),
-                    Some(gpu.prepare_export(layout)?),
+                    Some(gpu.prepare_op(layout)?),
                 ),
             };
             let plan = match (options.ragged, options.spans) {
@@ -126,9 +126,13 @@ impl Plan {
         let starts = (Dtype::I32, 4 * (self.problem.batch() + 1));
         let starts = self.gpu.list("cu_seqlens_q", Some(cu_seqlens_q), starts)?;
         let bytes = (Dtype::U8, self.plan.query_blocks_bytes());
-        let to = self.gpu.list("query_blocks", blocks.as_ref(), bytes)?;
+        let args = ListBlocksArgs {
+            cu_seqlens_q: starts,
+            to: self.gpu.list("query_blocks", blocks.as_ref(), bytes)?,
+        };
+        let list_blocks = self.plan.list_blocks().map_err(errors::of)?;
         // SAFETY: as for `attend`; whatever the numbers are, the launch writes the list alone, which is as long as the plan says.
-        py.detach(|| unsafe { gpu.query_blocks_on(&self.plan, stream_of(stream), starts, to) })
+        py.detach(|| unsafe { gpu.enqueue(list_blocks, stream_of(stream), &args) })
             .map_err(errors::of)
     }
 
@@ -241,7 +245,7 @@ impl Plan {
         let args = self.export_args(self.sequences(&pages)?, &rows)?;
         let export = self.export.as_ref().ok_or_else(others)?;
         // SAFETY: as for `attend`; that ranges end inside their sequences and inside the rows is the caller's contract.
-        py.detach(|| unsafe { gpu.export_on(export, stream_of(stream), &args) })
+        py.detach(|| unsafe { gpu.enqueue(export, stream_of(stream), &args) })
             .map_err(errors::of)
     }
 

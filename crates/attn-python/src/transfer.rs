@@ -2,8 +2,7 @@
 
 use attn::KvFormat;
 use attn::backends::cuda::native::{
-    CopyPagesArgs, DeviceAddress, MergeSpansArgs, MergeStatesArgs, NativeCopyPages,
-    NativeMergeSpans, NativeMergeStates, Pages,
+    CopyPagesArgs, DeviceAddress, MergeSpansArgs, MergeStatesArgs, Pages, Prepared,
 };
 use pyo3::{prelude::*, types::PyCapsule};
 
@@ -17,8 +16,8 @@ use crate::{
 #[pyclass(frozen, module = "attn._attn", name = "NativeTransfer")]
 pub struct Transfer {
     gpu: Gpu,
-    copy_pages: NativeCopyPages,
-    merge: NativeMergeStates,
+    copy_pages: Prepared<CopyPagesArgs>,
+    merge: Prepared<MergeStatesArgs>,
 }
 
 impl Transfer {
@@ -49,7 +48,7 @@ impl Transfer {
     fn new(py: Python<'_>, device: &str) -> PyResult<Self> {
         let gpu = Gpu::open(py, device)?;
         let cuda = gpu.cuda()?;
-        let prepare = || Ok((cuda.prepare_copy_pages()?, cuda.prepare_merge()?));
+        let prepare = || Ok((cuda.prepare_op(())?, cuda.prepare_op(())?));
         let (copy_pages, merge) = py.detach(prepare).map_err(errors::of)?;
         Ok(Transfer {
             gpu,
@@ -92,7 +91,7 @@ impl Transfer {
         let gpu = self.gpu.cuda()?;
         // SAFETY: the arrays' memory is as large as `Pages` says and lives until the stream's work has run, by their library; host memory is
         // pinned, as `attn.torch.copy_pages` checks, so that the device addresses it as the host does; pages outside are skipped. That no page is written that another pair reads or writes is the caller's contract.
-        py.detach(|| unsafe { gpu.copy_pages_on(&self.copy_pages, stream_of(stream), &args) })
+        py.detach(|| unsafe { gpu.enqueue(&self.copy_pages, stream_of(stream), &args) })
             .map_err(errors::of)
     }
 
@@ -140,7 +139,7 @@ impl Transfer {
         };
         let gpu = self.gpu.cuda()?;
         // SAFETY: the arrays have these shapes and lie on the device, and `attn.torch.merge` allocates the outputs, so that they overlap nothing.
-        py.detach(|| unsafe { gpu.merge_on(&self.merge, stream_of(stream), &args) })
+        py.detach(|| unsafe { gpu.enqueue(&self.merge, stream_of(stream), &args) })
             .map_err(errors::of)
     }
 }
@@ -151,7 +150,7 @@ pub struct MergeSpans {
     gpu: Gpu,
     dim: usize,
     has_scale: bool,
-    merge: NativeMergeSpans,
+    merge: Prepared<MergeSpansArgs>,
 }
 
 /// What a merge of spans reads and writes, as capsules of device arrays.
@@ -179,7 +178,7 @@ impl MergeSpans {
         let gpu = Gpu::open(py, device)?;
         let cuda = gpu.cuda()?;
         let format: KvFormat = format.parse().map_err(errors::of)?;
-        let prepare = || cuda.prepare_merge_spans(format, dim);
+        let prepare = || cuda.prepare_op((format, dim));
         let merge = py.detach(prepare).map_err(errors::of)?;
         Ok(MergeSpans {
             gpu,
@@ -237,7 +236,7 @@ impl MergeSpans {
         };
         let gpu = self.gpu.cuda()?;
         // SAFETY: the arrays have these shapes and lie on the device, and `attn.torch.merge_spans` allocates the outputs, so that they overlap nothing.
-        py.detach(|| unsafe { gpu.merge_spans_on(&self.merge, stream_of(stream), &args) })
+        py.detach(|| unsafe { gpu.enqueue(&self.merge, stream_of(stream), &args) })
             .map_err(errors::of)
     }
 }

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use attn_core::{DecodeAttention, Error};
 use attn_cuda::{
     CudaBackend,
-    internals::{NativeRead, check_native, context, failed, prepare_read, product, read_on},
+    internals::{ReadArgs, check_native, context, failed, prepare_read, product},
     native::{
         AppendArgs, DecodeArgs, DeviceAddress, DeviceKv, Dtype, KvLayout, NativeAppend, NativePlan,
     },
@@ -45,7 +45,7 @@ const SCALES: usize = 256;
 pub struct CudaTimer {
     gpu: CudaBackend,
     buffers: Buffers,
-    read: NativeRead,
+    read: attn_cuda::native::Prepared<ReadArgs>,
     sink: CudaSlice<u8>,
     /// K's bf16 noise, then V's.
     noise: CudaSlice<u16>,
@@ -401,20 +401,16 @@ impl CudaTimer {
             (0..launches).try_for_each(|i| timer.enqueue(workload.operation, &step, rotation.at(i)))
         })?;
         let bytes = workload.bytes() / 16 * 16;
-        let sink = timer.buffers.address(&timer.sink);
+        let read = |from| ReadArgs {
+            from,
+            bytes,
+            sink: timer.buffers.address(&timer.sink),
+        };
         let read = timer.capture(&|| {
             (0..launches).try_for_each(|i| {
+                let (stream, args) = (timer.buffers.raw(), read(rotation.at(i)));
                 // SAFETY: a copy holds `Workload::bytes` bytes and more; the sink holds 16.
-                unsafe {
-                    read_on(
-                        &timer.gpu,
-                        &timer.read,
-                        timer.buffers.raw(),
-                        rotation.at(i),
-                        bytes,
-                        sink,
-                    )
-                }
+                unsafe { timer.gpu.enqueue(&timer.read, stream, &args) }
             })
         })?;
         Ok(Prepared {

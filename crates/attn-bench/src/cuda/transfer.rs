@@ -142,11 +142,11 @@ impl CudaTimer {
             batch: BATCH,
             max_tokens: LEN,
         };
-        let prepared = self.gpu.prepare_export(layout)?;
+        let prepared = self.gpu.prepare_op(layout)?;
         let work = self.time_launches(LARGE_LAUNCHES, runs, &|| {
             // SAFETY: the arena holds the pool, and K's and V's rows behind it; the table names every page once, ranges are whole sequences;
             // the buffers live until the graph has run.
-            unsafe { self.gpu.export_on(&prepared, at.raw(), &args) }
+            unsafe { self.gpu.enqueue(&prepared, at.raw(), &args) }
         })?;
         Ok(Transfer {
             name: format!("export to bf16 rows, {BATCH} × {LEN} tokens, {format}"),
@@ -179,10 +179,10 @@ impl CudaTimer {
             pairs: self.buffers.address(&pairs),
             num_pairs: count,
         };
-        let prepared = self.gpu.prepare_copy_pages()?;
+        let prepared = self.gpu.prepare_op(())?;
         let work = self.time_launches(LARGE_LAUNCHES, runs, &|| {
             // SAFETY: both halves are the arena's; 7 is prime to the count, a power of two, so that each page is written once.
-            unsafe { self.gpu.copy_pages_on(&prepared, self.buffers.raw(), &args) }
+            unsafe { self.gpu.enqueue(&prepared, self.buffers.raw(), &args) }
         })?;
         Ok(Transfer {
             name: format!("copy of {count} pages of {} KiB", page >> 10),
@@ -208,7 +208,7 @@ impl CudaTimer {
         };
         let pairs: Vec<i64> = (0..count as i64).flat_map(|i| [i, i]).collect();
         let pairs = self.buffers.upload(&pairs)?;
-        let prepared = self.gpu.prepare_copy_pages()?;
+        let prepared = self.gpu.prepare_op(())?;
         let pages = |at| Pages {
             at,
             stride: page,
@@ -225,7 +225,7 @@ impl CudaTimer {
             };
             let work = self.time_launches(1, runs, &|| {
                 // SAFETY: the arena and the host's memory hold so many pages; each is written once.
-                unsafe { self.gpu.copy_pages_on(&prepared, stream, &args) }
+                unsafe { self.gpu.enqueue(&prepared, stream, &args) }
             })?;
             let copy = self.time_launches(1, runs, &|| {
                 // SAFETY: as above.
@@ -272,10 +272,10 @@ impl CudaTimer {
             rows,
             head_dim: DIM,
         };
-        let prepared = self.gpu.prepare_merge()?;
+        let prepared = self.gpu.prepare_op(())?;
         let work = self.time_launches(SMALL_LAUNCHES, runs, &|| {
             // SAFETY: the buffers hold so many states and rows, and live until the graph has run.
-            unsafe { self.gpu.merge_on(&prepared, at.raw(), &args) }
+            unsafe { self.gpu.enqueue(&prepared, at.raw(), &args) }
         })?;
         Ok(Transfer {
             name: format!("merge of {states} × {rows} rows, {dtype:?}"),

@@ -7,7 +7,7 @@ use attn_kernels::cuda::{
     select,
 };
 
-use super::{COPY_THREADS, DeviceAddress};
+use super::{COPY_THREADS, DeviceAddress, Grid};
 
 /// The most bytes of pages that a step makes: 262144 tokens of 8 KV heads of 128 dims.
 const MOST_BYTES: usize = 1 << 30;
@@ -100,10 +100,13 @@ impl Dequantized {
         matches!(self.instance, Instance::GatherPages { format, .. } if format.is_integer())
     }
 
-    /// Grid and threads of the kernel.
+    /// Grid of the kernel.
     #[must_use]
-    pub fn grid(&self) -> ([usize; 3], usize) {
-        ([self.heads, self.pages_each, self.batch], COPY_THREADS)
+    pub fn grid(&self) -> Grid {
+        Grid {
+            ctas: [self.heads, self.pages_each, self.batch],
+            threads: COPY_THREADS,
+        }
     }
 
     /// Where the table lies, and scales or the other table, for pages at `at`.

@@ -24,8 +24,7 @@ pub struct KvRows {
 impl KvRows {
     /// The strides of K and V as kernels take them.
     pub(super) fn token_strides(&self) -> [i64; 2] {
-        let [k, v, _] = sizes::strides([self.k_token_stride, self.v_token_stride, 0]);
-        [k, v]
+        sizes::strides([self.k_token_stride, self.v_token_stride])
     }
 
     /// An append's parameter block with these rows; all other fields are those of `others`.

@@ -1,99 +1,133 @@
 //! The list of a step's query blocks, made on the device from what each sequence brings.
 
-use std::ffi::c_void;
+use attn_core::{Error, Problem, error::refuse};
+use attn_kernels::cuda::{
+    Instance,
+    params::{CheckParams, DecodeParams, QueryBlocksParams},
+};
 
-use attn_core::{Error, Problem};
-use attn_kernels::cuda::params::{CheckParams, DecodeParams, QueryBlocksParams};
-
-use super::{DeviceAddress, LaunchPlan, NativePlan, Stream, check};
-use crate::{error::failed, gpu::CudaBackend, sizes};
+use super::{Checked, DeviceAddress, Grid, LaunchPlan, NativePlan, Op, Prepared};
+use crate::sizes;
 
 /// Threads of `query_blocks.cu`, and the most CTAs: each counts all sequences.
 const THREADS: usize = 256;
 const MOST_LISTERS: usize = 32;
 
+/// The list of a step's query blocks, for a plan of [`CudaBackend::prepare_ragged`](super::CudaBackend::prepare_ragged), whose
+/// [`NativePlan::list_blocks`] has the kernel. Once for a step: the launches of all its layers read the list. Sequences may bring other numbers of query
+/// tokens each time that a captured graph runs.
+///
+/// # Safety
+/// - No launch that reads the list runs meanwhile.
+/// - On the device, the numbers of `cu_seqlens_q` never fall, and end at [`NativePlan::max_query_tokens`] at most. (Others give a list of other blocks, and
+///   no write elsewhere.)
+#[derive(Debug, Clone, Copy)]
+pub struct ListBlocksArgs {
+    /// i32 or u32 `[batch + 1]`: the first query token of each sequence, counted through all of them, then the end of the last one's. A sequence without
+    /// query tokens costs nothing.
+    pub cu_seqlens_q: DeviceAddress,
+    /// Where the list goes: [`NativePlan::query_blocks_bytes`] bytes.
+    pub to: DeviceAddress,
+}
+
+// SAFETY: `attn_query_blocks` takes one QueryBlocksParams, asserted on both sides, and writes `num_blocks` entries of the list alone.
+unsafe impl Op for ListBlocksArgs {
+    /// The numbers of sequences, blocks and tokens of a plan; addresses do not matter.
+    type Shape = QueryBlocksParams;
+    type Params = QueryBlocksParams;
+    const DOING: &'static str = "listing query blocks";
+
+    fn instances(_: &QueryBlocksParams) -> Result<Vec<Instance>, Error> {
+        Ok(vec![Instance::QueryBlocks])
+    }
+
+    fn params(&self, numbers: &QueryBlocksParams) -> Result<QueryBlocksParams, Error> {
+        Ok(QueryBlocksParams {
+            cu_seqlens_q: self.cu_seqlens_q.get(),
+            blocks: self.to.get(),
+            ..*numbers
+        })
+    }
+
+    fn grid(&self, numbers: &QueryBlocksParams) -> Grid {
+        let ctas = numbers.num_blocks.unsigned_abs() as usize;
+        Grid {
+            ctas: [ctas.div_ceil(THREADS).min(MOST_LISTERS), 1, 1],
+            threads: THREADS,
+        }
+    }
+
+    fn checked(&self, numbers: &QueryBlocksParams) -> Result<Option<Checked>, Error> {
+        Ok(Some(Checked {
+            doing: "checking the query tokens",
+            arrays: DecodeParams {
+                batch: numbers.batch,
+                ..DecodeParams::default()
+            },
+            limits: CheckParams {
+                cu_seqlens_q: self.cu_seqlens_q.get(),
+                query_tokens: numbers.query_tokens,
+                ..CheckParams::default()
+            },
+        }))
+    }
+}
+
 impl LaunchPlan {
-    /// The parameters of `query_blocks.cu`.
+    /// The numbers of the list that `query_blocks.cu` makes.
     ///
     /// # Errors
     /// [`Error::Parameter`] for numbers of more than 31 bits.
-    pub fn query_blocks_params(
-        &self,
-        problem: &Problem,
-        cu_seqlens_q: DeviceAddress,
-        to: DeviceAddress,
-    ) -> Result<QueryBlocksParams, Error> {
+    pub fn list_numbers(&self, problem: &Problem) -> Result<QueryBlocksParams, Error> {
         Ok(QueryBlocksParams {
-            cu_seqlens_q: cu_seqlens_q.get(),
-            blocks: to.get(),
             batch: sizes::int("sequences", problem.batch())?,
             num_blocks: sizes::int("query blocks", self.num_blocks)?,
             block_tokens: sizes::int("query tokens", self.block_tokens)?,
             query_tokens: sizes::int("query tokens", problem.query_tokens())?,
+            ..QueryBlocksParams::default()
         })
     }
 }
 
-/// Grid and threads of `query_blocks.cu`.
-#[must_use]
-pub fn query_blocks_grid(entries: usize) -> ([usize; 3], usize) {
-    let ctas = entries.div_ceil(THREADS).min(MOST_LISTERS);
-    ([ctas, 1, 1], THREADS)
-}
-
-impl CudaBackend {
-    /// Enqueues the launch that lists a step's query blocks, for a plan of [`CudaBackend::prepare_ragged`]. Once for a step: the launches of all its
-    /// layers read the list. Can be captured; sequences may bring other numbers of query tokens each time that the graph runs.
-    ///
-    /// `cu_seqlens_q` is i32 or u32 `[batch + 1]`: the first query token of each sequence, counted through all of them, then the end of the last
-    /// one's. A sequence without query tokens costs nothing. The list goes to `to`, [`NativePlan::query_blocks_bytes`] bytes.
-    ///
-    /// With `ATTN_CUDA=check=1` a checking launch goes first, as in [`CudaBackend::decode_on`].
-    ///
-    /// # Safety
-    /// - As [`CudaBackend::decode_on`] for the stream, addresses and lifetimes; no launch that reads the list runs meanwhile.
-    /// - On the device, the numbers never fall, and end at [`NativePlan::max_query_tokens`] at most. (Others give a list of other blocks, and no
-    ///   write elsewhere.)
+impl NativePlan {
+    /// The kernel of [`ListBlocksArgs`].
     ///
     /// # Errors
-    /// [`Error::Parameter`] for another plan; [`Error::Device`] with the driver's refusal, or with [`CudaError::Check`](crate::CudaError::Check).
-    pub unsafe fn query_blocks_on(
-        &self,
-        plan: &NativePlan,
-        stream: Stream,
-        cu_seqlens_q: DeviceAddress,
-        to: DeviceAddress,
-    ) -> Result<(), Error> {
-        let Some(kernel) = &plan.list_blocks else {
-            return Err(Error::parameter(
-                "plan",
-                format_args!("a plan that knows the query tokens of each sequence"),
-                "one of prepare_ragged; or pass NativePlan::query_blocks to its launches",
-            ));
+    /// [`Error::Parameter`] for a plan that knows the query tokens of each sequence.
+    pub fn list_blocks(&self) -> Result<&Prepared<ListBlocksArgs>, Error> {
+        let Some(list_blocks) = &self.list_blocks else {
+            let given = "a plan that knows the query tokens of each sequence";
+            let allowed = "one of prepare_ragged; or pass NativePlan::query_blocks to its launches";
+            return refuse("plan", given, allowed);
         };
-        let launch_plan = &plan.launch_plan;
-        let mut params = launch_plan.query_blocks_params(&plan.problem, cu_seqlens_q, to)?;
-        if params.num_blocks == 0 {
-            return Ok(());
-        }
-        if let Some(kernel) = &plan.check {
-            let limits = CheckParams {
-                cu_seqlens_q: cu_seqlens_q.get(),
-                query_tokens: params.query_tokens,
-                ..CheckParams::default()
-            };
-            let mut checked = DecodeParams {
-                batch: params.batch,
-                ..DecodeParams::default()
-            };
-            // SAFETY: this function's contract.
-            unsafe { check(&self.device, kernel, stream.raw(), &mut checked, limits) }
-                .map_err(failed("checking the query tokens"))?;
-        }
-        let (grid, threads) = query_blocks_grid(params.num_blocks as usize);
-        let mut arguments = [(&raw mut params).cast::<c_void>()];
-        // SAFETY: `attn_query_blocks` takes one QueryBlocksParams, asserted on both sides; the rest is this function's contract.
-        unsafe { kernel.launch(stream.raw(), grid, threads, &mut arguments) }
-            .map_err(failed("listing query blocks"))
+        Ok(list_blocks)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ctas_list_256_blocks_each_and_are_32_at_most() {
+        let args = ListBlocksArgs {
+            cu_seqlens_q: DeviceAddress::new(0x100),
+            to: DeviceAddress::new(0x200),
+        };
+        let numbers = |num_blocks| QueryBlocksParams {
+            batch: 5,
+            num_blocks,
+            block_tokens: 3,
+            query_tokens: 9,
+            ..QueryBlocksParams::default()
+        };
+        let params = args.params(&numbers(7)).unwrap();
+        assert_eq!((params.cu_seqlens_q, params.blocks), (0x100, 0x200));
+        assert_eq!((params.batch, params.num_blocks), (5, 7));
+        let ctas = |blocks| args.grid(&numbers(blocks)).ctas[0];
+        assert_eq!([0, 1, 256, 257, i32::MAX].map(ctas), [0, 1, 1, 2, 32]);
+        let checked = args.checked(&numbers(7)).unwrap().unwrap();
+        assert_eq!((checked.arrays.batch, checked.limits.query_tokens), (5, 9));
+        assert_eq!(checked.limits.cu_seqlens_q, 0x100);
     }
 }

@@ -1,15 +1,14 @@
 //! Unfinished states of shards of sequences: launches that leave them, and the launch that merges and finishes them. Tokens sharded over GPUs have the
 //! bits of one GPU so.
 
-use std::{ffi::c_void, sync::Arc};
-
 use attn_core::{Error, KvFormat, Problem, error::refuse, layout::HEAD_DIMS, segments::num_spans};
 use attn_kernels::cuda::{Instance, params::MergeSpansParams};
 
 use super::{
-    DecodeArgs, DeviceAddress, Dtype, KvLayout, NativePlan, PlanKind, Stream, launch_decode_as,
+    DecodeArgs, DeviceAddress, Dtype, Grid, KvLayout, NativePlan, Op, PlanKind, Stream,
+    launch_decode_as,
 };
-use crate::{device::LoadedKernel, error::failed, gpu::CudaBackend, sizes};
+use crate::{gpu::CudaBackend, sizes};
 
 /// Where the states of a shard's spans go, as [`SpanStates`](attn_core::SpanStates) holds them: `spans` is [`NativePlan::spans`], rows are query tokens
 /// times query heads.
@@ -23,7 +22,13 @@ pub struct SpansArgs {
     pub o: DeviceAddress,
 }
 
-/// Device addresses of one merge of spans' states: those of all shards, in the order of their tokens, such as an all-gather gives.
+/// The merge of the states of all shards' spans, in the order of their tokens, such as an all-gather gives, of each row's sink, and its end: the bits of
+/// [`SpanStates::finish`](attn_core::SpanStates::finish), which for integer formats are those of one device over all tokens.
+///
+/// Prepared for a format and a head_dim that the library has. Refused are heads or rows that do not fit each other.
+///
+/// # Safety
+/// `out` and `lse` overlap no state; the states are those of launches of [`CudaBackend::attend_spans_on`], or of the CPU.
 #[derive(Debug, Clone, Copy)]
 pub struct MergeSpansArgs {
     /// f32 `[states][rows_apart][2]`, as [`SpansArgs::max_sums`] of shard after shard.
@@ -52,55 +57,58 @@ pub struct MergeSpansArgs {
     pub v_tensor_scales: DeviceAddress,
 }
 
-/// A prepared merge of spans' states.
-#[derive(Debug, Clone)]
-pub struct NativeMergeSpans(Arc<LoadedKernel>);
-
 /// Rows of a CTA of `merge_spans.cu`, a warp to each.
 const ROWS: usize = 4;
 
-/// The kernel's parameter block.
-///
-/// # Errors
-/// [`Error::Parameter`] for a number that needs more than 31 bits, and for heads or rows that do not fit each other.
-pub fn merge_spans_params(args: &MergeSpansArgs) -> Result<MergeSpansParams, Error> {
-    if args.num_kv_heads == 0
-        || args.num_q_heads == 0
-        || !args.num_q_heads.is_multiple_of(args.num_kv_heads)
-    {
-        let given = format_args!("{}/{}", args.num_q_heads, args.num_kv_heads);
-        let allowed = "a whole number of query heads per KV head";
-        return refuse("num_q_heads/num_kv_heads", given, allowed);
-    }
-    if args.rows_apart < args.rows || !args.rows.is_multiple_of(args.num_q_heads) {
-        let given = format_args!("{} of {}", args.rows, args.rows_apart);
-        return refuse(
-            "rows",
-            given,
-            "whole query tokens, and no more than rows_apart",
-        );
-    }
-    Ok(MergeSpansParams {
-        max_sums: args.max_sums.get(),
-        o: args.o.get(),
-        out: args.out.get(),
-        lse: args.lse.get(),
-        sinks: args.sinks.get(),
-        v_tensor_scales: args.v_tensor_scales.get(),
-        rows_apart: args.rows_apart as u64,
-        states: sizes::int("states to merge", args.states)?,
-        rows: sizes::int("rows to merge", args.rows)?,
-        num_q_heads: sizes::int("num_q_heads", args.num_q_heads)?,
-        heads_per_kv: sizes::int("heads_per_kv", args.num_q_heads / args.num_kv_heads)?,
-        dtype: super::dtype::code(args.dtype),
-        ..MergeSpansParams::default()
-    })
-}
+// SAFETY: `attn_merge_spans` takes one MergeSpansParams, asserted on both sides, and writes the merged rows alone.
+unsafe impl Op for MergeSpansArgs {
+    /// Format and head_dim of what was attended.
+    type Shape = (KvFormat, usize);
+    type Params = MergeSpansParams;
+    const DOING: &'static str = "merging spans";
 
-/// Grid and threads of `merge_spans.cu`.
-#[must_use]
-pub fn merge_spans_grid(rows: usize) -> ([usize; 3], usize) {
-    ([rows.div_ceil(ROWS), 1, 1], 32 * ROWS)
+    fn instances(&(format, head_dim): &Self::Shape) -> Result<Vec<Instance>, Error> {
+        if !HEAD_DIMS.contains(&head_dim) {
+            return refuse("head_dim", head_dim, "64, 80, 96, 128, 192, 256");
+        }
+        Ok(vec![Instance::MergeSpans { format, head_dim }])
+    }
+
+    fn params(&self, _: &Self::Shape) -> Result<MergeSpansParams, Error> {
+        let (heads, kv_heads) = (self.num_q_heads, self.num_kv_heads);
+        if kv_heads == 0 || heads == 0 || !heads.is_multiple_of(kv_heads) {
+            let given = format_args!("{heads}/{kv_heads}");
+            let allowed = "a whole number of query heads per KV head";
+            return refuse("num_q_heads/num_kv_heads", given, allowed);
+        }
+        if self.rows_apart < self.rows || !self.rows.is_multiple_of(heads) {
+            let given = format_args!("{} of {}", self.rows, self.rows_apart);
+            let allowed = "whole query tokens, and no more than rows_apart";
+            return refuse("rows", given, allowed);
+        }
+        Ok(MergeSpansParams {
+            max_sums: self.max_sums.get(),
+            o: self.o.get(),
+            out: self.out.get(),
+            lse: self.lse.get(),
+            sinks: self.sinks.get(),
+            v_tensor_scales: self.v_tensor_scales.get(),
+            rows_apart: self.rows_apart as u64,
+            states: sizes::int("states to merge", self.states)?,
+            rows: sizes::int("rows to merge", self.rows)?,
+            num_q_heads: sizes::int("num_q_heads", heads)?,
+            heads_per_kv: sizes::int("heads_per_kv", heads / kv_heads)?,
+            dtype: super::dtype::code(self.dtype),
+            ..MergeSpansParams::default()
+        })
+    }
+
+    fn grid(&self, _: &Self::Shape) -> Grid {
+        Grid {
+            ctas: [self.rows.div_ceil(ROWS), 1, 1],
+            threads: 32 * ROWS,
+        }
+    }
 }
 
 impl NativePlan {
@@ -127,7 +135,7 @@ impl CudaBackend {
         self.plan(PlanKind::Spans, problem, format, layout)
     }
 
-    /// Enqueues the attention of a shard, and leaves the states of its spans, which [`CudaBackend::merge_spans_on`] merges with those of other shards:
+    /// Enqueues the attention of a shard, and leaves the states of its spans, which [`MergeSpansArgs`] merges with those of other shards:
     /// the states of [`DecodeAttention::attend_spans`](attn_core::DecodeAttention::attend_spans) on the CPU, bit for bit for integer formats. Can be captured.
     ///
     /// `out`, `lse`, `sinks` and `workspace` of `args` are not used.
@@ -149,57 +157,27 @@ impl CudaBackend {
         // SAFETY: this function's contract.
         unsafe { launch_decode_as(&self.device, plan, stream.raw(), args, 0, Some(to)) }
     }
-
-    /// Loads the kernel of [`CudaBackend::merge_spans_on`].
-    ///
-    /// # Errors
-    /// [`Error::Parameter`] for a head_dim that the library does not have; [`Error::Device`].
-    pub fn prepare_merge_spans(
-        &self,
-        format: KvFormat,
-        head_dim: usize,
-    ) -> Result<NativeMergeSpans, Error> {
-        if !HEAD_DIMS.contains(&head_dim) {
-            return Err(Error::parameter(
-                "head_dim",
-                head_dim,
-                "64, 80, 96, 128, 192, 256",
-            ));
-        }
-        let instance = Instance::MergeSpans { format, head_dim };
-        Ok(NativeMergeSpans(self.device.kernel(&instance, 0)?))
-    }
-
-    /// Enqueues the merge of the states of all shards' spans, in order, of each row's sink, and its end: the bits of
-    /// [`SpanStates::finish`](attn_core::SpanStates::finish), which for integer formats are those of one device over all tokens. Can be captured.
-    ///
-    /// # Safety
-    /// - As [`CudaBackend::decode_on`] for the stream, addresses and lifetimes; `out` and `lse` overlap no state.
-    /// - The states are those of launches of [`CudaBackend::attend_spans_on`], or of the CPU.
-    ///
-    /// # Errors
-    /// [`Error::Parameter`] for numbers that the kernel cannot take; [`Error::Device`] with the driver's refusal.
-    pub unsafe fn merge_spans_on(
-        &self,
-        merge: &NativeMergeSpans,
-        stream: Stream,
-        args: &MergeSpansArgs,
-    ) -> Result<(), Error> {
-        let mut params = merge_spans_params(args)?;
-        if args.rows == 0 {
-            return Ok(());
-        }
-        let (grid, threads) = merge_spans_grid(args.rows);
-        let mut arguments = [(&raw mut params).cast::<c_void>()];
-        // SAFETY: `attn_merge_spans` takes one MergeSpansParams, asserted on both sides; the rest is this function's contract.
-        unsafe { merge.0.launch(stream.raw(), grid, threads, &mut arguments) }
-            .map_err(failed("merging spans"))
-    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    const SHAPE: (KvFormat, usize) = (KvFormat::INT8, 128);
+
+    #[test]
+    fn head_dims_of_no_kernel_are_refused() {
+        let of = |head_dim| MergeSpansArgs::instances(&(KvFormat::INT8, head_dim));
+        let instance = Instance::MergeSpans {
+            format: KvFormat::INT8,
+            head_dim: 192,
+        };
+        assert_eq!(of(192).unwrap(), [instance]);
+        for head_dim in [0, 100, 512] {
+            let said = of(head_dim).unwrap_err().to_string();
+            assert!(said.contains("64, 80, 96, 128, 192, 256"), "{said}");
+        }
+    }
 
     #[test]
     fn rows_and_heads_that_do_not_fit_are_refused() {
@@ -217,12 +195,19 @@ mod tests {
             sinks: DeviceAddress::NULL,
             v_tensor_scales: DeviceAddress::NULL,
         };
-        let params = merge_spans_params(&good).unwrap();
+        let params = good.params(&SHAPE).unwrap();
         assert_eq!(
             (params.rows, params.rows_apart, params.heads_per_kv),
             (16, 24, 4)
         );
-        assert_eq!(merge_spans_grid(6), ([2, 1, 1], 128));
+        let some = MergeSpansArgs { rows: 6, ..good };
+        assert_eq!(
+            some.grid(&SHAPE),
+            Grid {
+                ctas: [2, 1, 1],
+                threads: 128
+            }
+        );
         type Change = fn(&mut MergeSpansArgs);
         let changes: [(&str, Change); 6] = [
             ("rows", |a| a.rows = 15),
@@ -237,7 +222,7 @@ mod tests {
         for (what, change) in changes {
             let mut args = good;
             change(&mut args);
-            let refused = merge_spans_params(&args).unwrap_err();
+            let refused = args.params(&SHAPE).unwrap_err();
             assert!(
                 matches!(refused, Error::Parameter { what: w, .. } if w == what),
                 "{refused}"

@@ -1,14 +1,19 @@
 //! The merge of results over disjoint tokens, on the device: tokens sharded over GPUs, or a shared prefix attended once.
 
-use std::{ffi::c_void, sync::Arc};
-
 use attn_core::{Error, error::refuse};
 use attn_kernels::cuda::{Instance, params::MergeStatesParams};
 
-use super::{DeviceAddress, Dtype, Stream};
-use crate::{device::LoadedKernel, error::failed, gpu::CudaBackend, sizes};
+use super::{DeviceAddress, Dtype, Grid, Op};
+use crate::sizes;
 
-/// Device addresses of one merge: `states` results of the same `rows` rows, such as an all-gather of shards gives.
+/// The merge of `states` results of the same `rows` rows over disjoint tokens, in their order, such as an all-gather of shards gives: the bits of
+/// [`AttnState::merge_state`](attn_core::AttnState::merge_state) one after the other, rounded to `out_dtype` at the end. The same results in the same order
+/// give the same bits. A log-sum-exp includes its row's sink, so only one of the results may have been computed with sinks.
+///
+/// Refused are other head_dims than multiples of 4 up to 256, and strides at which states overlap.
+///
+/// # Safety
+/// `out` and `lse` overlap no state but, where number formats are the same, the first; outputs are finite, and log-sum-exps finite or −∞.
 #[derive(Debug, Clone, Copy)]
 pub struct MergeStatesArgs {
     /// Outputs `[states][rows][head_dim]`.
@@ -35,88 +40,53 @@ pub struct MergeStatesArgs {
     pub head_dim: usize,
 }
 
-/// A prepared merge of states.
-#[derive(Debug, Clone)]
-pub struct NativeMergeStates(Arc<LoadedKernel>);
-
 /// Rows of a CTA of `merge_states.cu`, a warp to each.
 const ROWS: usize = 4;
 
-/// The kernel's parameter block.
-///
-/// # Errors
-/// [`Error::Parameter`] for a number that needs more than 31 bits, and for rows that the kernel's vectors do not divide.
-pub fn merge_states_params(args: &MergeStatesArgs) -> Result<MergeStatesParams, Error> {
-    if args.head_dim == 0 || args.head_dim > 256 || !args.head_dim.is_multiple_of(4) {
-        return refuse("head_dim", args.head_dim, "multiples of 4 up to 256");
-    }
-    let elements = sizes::product("merged outputs", &[args.rows, args.head_dim])?;
-    if args.out_stride < elements || !args.out_stride.is_multiple_of(4) {
-        let allowed = "a multiple of 4 elements, at least rows · head_dim";
-        return refuse("stride of outputs", args.out_stride, allowed);
-    }
-    if args.lse_stride < args.rows {
-        return refuse("stride of log-sum-exps", args.lse_stride, "at least rows");
-    }
-    let [out_stride, lse_stride, _] = sizes::strides([args.out_stride, args.lse_stride, 0]);
-    Ok(MergeStatesParams {
-        outs: args.outs.get(),
-        lses: args.lses.get(),
-        out: args.out.get(),
-        lse: args.lse.get(),
-        out_stride,
-        lse_stride,
-        states: sizes::int("states to merge", args.states)?,
-        rows: sizes::int("rows to merge", args.rows)?,
-        head_dim: sizes::int("head_dim", args.head_dim)?,
-        in_dtype: super::dtype::code(args.in_dtype),
-        out_dtype: super::dtype::code(args.out_dtype),
-        ..MergeStatesParams::default()
-    })
-}
+// SAFETY: `attn_merge_states` takes one MergeStatesParams, asserted on both sides, and writes the merged rows alone.
+unsafe impl Op for MergeStatesArgs {
+    type Shape = ();
+    type Params = MergeStatesParams;
+    const DOING: &'static str = "merging states";
 
-/// Grid and threads of `merge_states.cu`.
-#[must_use]
-pub fn merge_states_grid(rows: usize) -> ([usize; 3], usize) {
-    ([rows.div_ceil(ROWS), 1, 1], 32 * ROWS)
-}
-
-impl CudaBackend {
-    /// Loads the kernel of [`CudaBackend::merge_on`].
-    ///
-    /// # Errors
-    /// [`Error::Device`].
-    pub fn prepare_merge(&self) -> Result<NativeMergeStates, Error> {
-        let kernel = self.device.kernel(&Instance::MergeStates, 0)?;
-        Ok(NativeMergeStates(kernel))
+    fn instances((): &()) -> Result<Vec<Instance>, Error> {
+        Ok(vec![Instance::MergeStates])
     }
 
-    /// Enqueues the merge of results over disjoint tokens, in their order: the bits of [`AttnState::merge_state`](attn_core::AttnState::merge_state)
-    /// one after the other, rounded to `out_dtype` at the end. The same results in the same order give the same bits. Can be captured.
-    ///
-    /// A log-sum-exp includes its row's sink, so only one of the results may have been computed with sinks.
-    ///
-    /// # Safety
-    /// - As [`CudaBackend::decode_on`] for the stream, addresses and lifetimes.
-    /// - `out` and `lse` overlap no state but, where number formats are the same, the first; outputs are finite, and log-sum-exps finite or −∞.
-    ///
-    /// # Errors
-    /// [`Error::Parameter`] for numbers that the kernel cannot take; [`Error::Device`] with the driver's refusal.
-    pub unsafe fn merge_on(
-        &self,
-        merge: &NativeMergeStates,
-        stream: Stream,
-        args: &MergeStatesArgs,
-    ) -> Result<(), Error> {
-        let mut params = merge_states_params(args)?;
-        if args.rows == 0 {
-            return Ok(());
+    fn params(&self, (): &()) -> Result<MergeStatesParams, Error> {
+        if self.head_dim == 0 || self.head_dim > 256 || !self.head_dim.is_multiple_of(4) {
+            return refuse("head_dim", self.head_dim, "multiples of 4 up to 256");
         }
-        let (grid, threads) = merge_states_grid(args.rows);
-        let mut arguments = [(&raw mut params).cast::<c_void>()];
-        // SAFETY: `attn_merge_states` takes one MergeStatesParams, asserted on both sides; the rest is this function's contract.
-        unsafe { merge.0.launch(stream.raw(), grid, threads, &mut arguments) }
-            .map_err(failed("merging states"))
+        let elements = sizes::product("merged outputs", &[self.rows, self.head_dim])?;
+        if self.out_stride < elements || !self.out_stride.is_multiple_of(4) {
+            let allowed = "a multiple of 4 elements, at least rows · head_dim";
+            return refuse("stride of outputs", self.out_stride, allowed);
+        }
+        if self.lse_stride < self.rows {
+            return refuse("stride of log-sum-exps", self.lse_stride, "at least rows");
+        }
+        let [out_stride, lse_stride] = sizes::strides([self.out_stride, self.lse_stride]);
+        Ok(MergeStatesParams {
+            outs: self.outs.get(),
+            lses: self.lses.get(),
+            out: self.out.get(),
+            lse: self.lse.get(),
+            out_stride,
+            lse_stride,
+            states: sizes::int("states to merge", self.states)?,
+            rows: sizes::int("rows to merge", self.rows)?,
+            head_dim: sizes::int("head_dim", self.head_dim)?,
+            in_dtype: super::dtype::code(self.in_dtype),
+            out_dtype: super::dtype::code(self.out_dtype),
+            ..MergeStatesParams::default()
+        })
+    }
+
+    fn grid(&self, (): &()) -> Grid {
+        Grid {
+            ctas: [self.rows.div_ceil(ROWS), 1, 1],
+            threads: 32 * ROWS,
+        }
     }
 }
 
@@ -139,10 +109,16 @@ mod tests {
             rows: 7,
             head_dim: 128,
         };
-        let params = merge_states_params(&good).unwrap();
+        let params = good.params(&()).unwrap();
         assert_eq!((params.states, params.rows, params.head_dim), (3, 7, 128));
         assert_eq!((params.in_dtype, params.out_dtype), (2, 0));
-        assert_eq!(merge_states_grid(7), ([2, 1, 1], 128));
+        assert_eq!(
+            good.grid(&()),
+            Grid {
+                ctas: [2, 1, 1],
+                threads: 128
+            }
+        );
         type Change = fn(&mut MergeStatesArgs);
         let changes: [(&str, Change); 6] = [
             ("head_dim", |a| a.head_dim = 0),
@@ -155,7 +131,7 @@ mod tests {
         for (what, change) in changes {
             let mut args = good;
             change(&mut args);
-            let refused = merge_states_params(&args).unwrap_err();
+            let refused = args.params(&()).unwrap_err();
             assert!(
                 matches!(refused, Error::Parameter { what: w, .. } if w == what),
                 "{refused}"

@@ -2,6 +2,8 @@
 //!
 //! [`CudaBackend::prepare`] loads the kernels and sizes the workspace once; [`CudaBackend::decode_on`] and
 //! [`CudaBackend::append_on`] only enqueue, so a CUDA graph can capture them and replay with longer `kv_lens`.
+//! Every other launch is an [`Op`]: exports, imports, copies of pages, merges, lists of query blocks. [`CudaBackend::prepare_op`] loads its kernel, and
+//! [`CudaBackend::enqueue`] enqueues it.
 //!
 //! ```no_run
 //! use std::ffi::c_void;
@@ -49,6 +51,7 @@ pub(crate) mod launch_plan;
 pub(crate) mod list_blocks;
 pub(crate) mod merge_spans;
 pub(crate) mod merge_states;
+mod op;
 mod pages;
 pub(crate) mod query_blocks;
 pub(crate) mod read;
@@ -59,16 +62,18 @@ pub(crate) mod slots;
 pub(crate) use append::check_heads;
 pub use append::{AppendArgs, NativeAppend};
 pub use attn_kernels::cuda::KvLayout;
-pub use copy_pages::{CopyPagesArgs, NativeCopyPages};
+pub use copy_pages::CopyPagesArgs;
 pub use dtype::Dtype;
-pub use export::{ExportArgs, NativeExport};
-pub use import::{ImportArgs, NativeImport};
-pub(crate) use import::{launch_import, prepare_import};
+pub use export::ExportArgs;
+pub use import::ImportArgs;
 pub use kv::{DeviceKv, DeviceRows, PagedSequences};
 pub use kv_rows::KvRows;
 pub(crate) use launch_plan::{LaunchPlan, choose};
-pub use merge_spans::{MergeSpansArgs, NativeMergeSpans, SpansArgs};
-pub use merge_states::{MergeStatesArgs, NativeMergeStates};
+pub use list_blocks::ListBlocksArgs;
+pub use merge_spans::{MergeSpansArgs, SpansArgs};
+pub use merge_states::MergeStatesArgs;
+pub use op::{Checked, Grid, Op, Prepared};
+pub(crate) use op::{enqueue, prepare_op};
 pub use pages::Pages;
 pub(crate) use query_blocks::PlanKind;
 pub use rotary::{RotaryArgs, RotaryQueries};
@@ -76,11 +81,8 @@ pub use slots::SlotAppendArgs;
 
 use std::{ffi::c_void, sync::Arc};
 
-use attn_core::{Error, KvFormat, PageLayout, Problem, arithmetic::LOG2_E, error::refuse};
-use attn_kernels::cuda::{
-    Instance,
-    params::{CheckParams, DecodeParams, QueryBlock},
-};
+use attn_core::{Error, KvFormat, Problem, arithmetic::LOG2_E, error::refuse};
+use attn_kernels::cuda::params::{CheckParams, DecodeParams, QueryBlock};
 use cudarc::driver::sys;
 
 use check::{check, check_kernel};
@@ -105,8 +107,8 @@ pub struct NativePlan {
     kernel: Arc<LoadedKernel>,
     /// `dequantize.cu`, `dequantize_rows.cu` or `gather_pages.cu`, where it makes the pages that are attended.
     dequantize: Option<Arc<LoadedKernel>>,
-    /// `query_blocks.cu`, where the device lists the blocks.
-    list_blocks: Option<Arc<LoadedKernel>>,
+    /// Where the device lists the blocks.
+    list_blocks: Option<Prepared<ListBlocksArgs>>,
     check: Option<Arc<LoadedKernel>>,
     launch_plan: LaunchPlan,
 }
@@ -125,7 +127,7 @@ pub struct DecodeArgs {
     pub lse: DeviceAddress,
     /// K and V. Page tables reach the longest length that the plan is for.
     pub kv: DeviceKv,
-    /// The list of query blocks: [`NativePlan::query_blocks`] in device memory, or what [`CudaBackend::query_blocks_on`] has listed; null where
+    /// The list of query blocks: [`NativePlan::query_blocks`] in device memory, or what [`ListBlocksArgs`] has listed; null where
     /// [`NativePlan::query_blocks_bytes`] is 0.
     pub query_blocks: DeviceAddress,
     /// f32 `[num_q_heads]`, each slope times log2 e rounded to f32 ([`alibi_slopes_log2`]); null without.
@@ -234,7 +236,7 @@ pub(crate) fn prepare(
         .transpose()?;
     let list_blocks = match kind {
         PlanKind::Known | PlanKind::Spans => None,
-        PlanKind::Ragged => Some(device.kernel(&Instance::QueryBlocks, 0)?),
+        PlanKind::Ragged => Some(prepare_op(device, launch_plan.list_numbers(problem)?)?),
     };
     let check = check_kernel(device)?;
     let mut problem = problem.clone();
@@ -320,14 +322,12 @@ pub(crate) unsafe fn launch_decode_as(
             .map_err(failed("checking a decode"))?;
     }
     let (made, params) = plan.launch_plan.dequantize_params(args, params);
-    if let (Some(mut made), Some(kernel), Some(pages)) =
+    if let (Some(made), Some(kernel), Some(pages)) =
         (made, &plan.dequantize, &plan.launch_plan.dequantized)
     {
-        let (grid, threads) = pages.grid();
-        let mut arguments = [(&raw mut made).cast::<c_void>()];
         // SAFETY: `attn_dequantize`, `attn_dequantize_rows` and `attn_gather_pages` take one DequantizeParams, asserted on both sides; it reads what the launches below would, and writes the part of the
         // workspace that they read in its place; the rest is this function's contract.
-        unsafe { kernel.launch(stream, grid, threads, &mut arguments) }
+        unsafe { op::launch(kernel, stream, pages.grid(), made) }
             .map_err(failed("dequantizing"))?;
     }
     let mut maps = rows::maps(device, plan, &args.kv);
@@ -353,32 +353,6 @@ pub(crate) unsafe fn launch_decode_as(
 }
 
 impl CudaBackend {
-    /// Prepares import launches into pages of this layout.
-    ///
-    /// # Errors
-    /// [`Error::Parameter`] for int4, which has no row form; [`Error::Device`].
-    pub fn prepare_import(&self, layout: PageLayout) -> Result<NativeImport, Error> {
-        prepare_import(&self.device, layout)
-    }
-
-    /// Enqueues the copy of a contiguous cache's rows into pages, bit for bit.
-    ///
-    /// # Safety
-    /// - As [`CudaBackend::decode_on`] for the stream, addresses and lifetimes; rows may lie at any address.
-    /// - On the device, no `kv_lens` is negative or exceeds `max_kv_len`, and every page that they reach is in the pool.
-    ///
-    /// # Errors
-    /// [`Error::Parameter`] for numbers of more than 31 bits, and for more than 65535 sequences; [`Error::Device`] with the driver's refusal.
-    pub unsafe fn import_on(
-        &self,
-        import: &NativeImport,
-        stream: Stream,
-        args: &ImportArgs,
-    ) -> Result<(), Error> {
-        // SAFETY: this function's contract.
-        unsafe { launch_import(import, stream.raw(), args) }
-    }
-
     /// Prepares decode launches for the problem's batch, heads and modifiers, and for lengths up to its longest.
     ///
     /// `layout` says how K and V will lie. Loads (at first compiles) the kernel; not for use inside a capture.
@@ -396,7 +370,7 @@ impl CudaBackend {
 
     /// Prepares, as [`CudaBackend::prepare`] does, for steps whose sequences bring any numbers of query tokens: what the problem says of `q_lens` is how many
     /// sequences and how many query tokens in all there are at most, and the most that one sequence mostly has, for which the kernel is chosen.
-    /// [`CudaBackend::query_blocks_on`] tells launches how the tokens are shared.
+    /// [`ListBlocksArgs`] tells launches how the tokens are shared.
     ///
     /// # Errors
     /// Those of [`CudaBackend::prepare`].

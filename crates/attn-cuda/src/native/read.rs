@@ -1,57 +1,65 @@
 //! A launch that only reads, and whether a decode launch exists: for the project's own timings.
 
-use std::{ffi::c_void, sync::Arc};
-
-use attn_core::{Error, KvFormat, Problem};
+use attn_core::{Error, KvFormat, Problem, error::refuse};
 use attn_kernels::cuda::{Instance, KvLayout, params::ReadParams};
 
-use super::{COPY_THREADS, DeviceAddress, LaunchPlan, PlanKind, Stream};
-use crate::{device::LoadedKernel, error::failed, gpu::CudaBackend};
+use super::{COPY_THREADS, DeviceAddress, Grid, LaunchPlan, Op, PlanKind, Prepared};
+use crate::gpu::CudaBackend;
 
-/// A prepared read launch.
-#[derive(Debug, Clone)]
-pub struct NativeRead(Arc<LoadedKernel>);
+/// A read of `bytes` bytes, a multiple of 16, and nothing else: the ceiling of decode's speed.
+///
+/// Prepared by [`prepare_read`].
+///
+/// # Safety
+/// `from` holds `bytes` bytes of device memory and `sink` 4.
+#[derive(Debug, Clone, Copy)]
+pub struct ReadArgs {
+    /// What is read.
+    pub from: DeviceAddress,
+    /// Its bytes.
+    pub bytes: usize,
+    /// A word that the compiler must think is written.
+    pub sink: DeviceAddress,
+}
 
-/// Stages of `read.cu`, and its barriers.
-const READ_SHARED: usize = 6 * 16384 + 128;
+// SAFETY: `attn_read` takes one ReadParams, asserted on both sides, and writes the sink alone.
+unsafe impl Op for ReadArgs {
+    /// SMs of the device.
+    type Shape = usize;
+    type Params = ReadParams;
+    const DOING: &'static str = "reading";
+    /// Stages of `read.cu`, and its barriers.
+    const SHARED_BYTES: usize = 6 * 16384 + 128;
 
-/// Loads the kernel of [`read_on`].
+    fn instances(_: &usize) -> Result<Vec<Instance>, Error> {
+        Ok(vec![Instance::Read])
+    }
+
+    fn params(&self, _: &usize) -> Result<ReadParams, Error> {
+        if !self.bytes.is_multiple_of(16) {
+            return refuse("bytes to read", self.bytes, "a multiple of 16");
+        }
+        Ok(ReadParams {
+            from: self.from.get(),
+            bytes: self.bytes as u64,
+            sink: self.sink.get(),
+        })
+    }
+
+    fn grid(&self, sms: &usize) -> Grid {
+        Grid {
+            ctas: [2 * sms, 1, 1],
+            threads: COPY_THREADS,
+        }
+    }
+}
+
+/// Loads the kernel of [`ReadArgs`], for as many CTAs as the device runs at once.
 ///
 /// # Errors
 /// [`Error::Device`].
-pub fn prepare_read(gpu: &CudaBackend) -> Result<NativeRead, Error> {
-    Ok(NativeRead(gpu.device.kernel(&Instance::Read, READ_SHARED)?))
-}
-
-/// Enqueues a kernel that reads `bytes` (a multiple of 16) and does nothing with them: the ceiling of decode's speed.
-///
-/// # Safety
-/// `from` holds `bytes` bytes of device memory and `sink` 4, until the work has run on `stream`; the stream as for [`CudaBackend::decode_on`].
-///
-/// # Errors
-/// [`Error::Parameter`] for other than a multiple of 16; [`Error::Device`] with the driver's refusal.
-pub unsafe fn read_on(
-    gpu: &CudaBackend,
-    read: &NativeRead,
-    stream: Stream,
-    from: DeviceAddress,
-    bytes: usize,
-    sink: DeviceAddress,
-) -> Result<(), Error> {
-    if !bytes.is_multiple_of(16) {
-        return Err(Error::parameter("bytes to read", bytes, "a multiple of 16"));
-    }
-    let mut params = ReadParams {
-        from: from.get(),
-        bytes: bytes as u64,
-        sink: sink.get(),
-    };
-    let mut arguments = [(&raw mut params).cast::<c_void>()];
-    let grid = [2 * gpu.device.sms, 1, 1];
-    let kernel = &read.0;
-    // SAFETY: `attn_read` takes one ReadParams, asserted on both sides; the rest is this function's contract.
-    unsafe { kernel.launch(stream.raw(), grid, COPY_THREADS, &mut arguments) }
-        .map_err(failed("reading"))
+pub fn prepare_read(gpu: &CudaBackend) -> Result<Prepared<ReadArgs>, Error> {
+    gpu.prepare_op(gpu.device.sms)
 }
 
 /// Whether [`CudaBackend::prepare`] has a kernel for these arguments; loads none.
@@ -67,4 +75,24 @@ pub fn check_native(
     let (limits, preferences) = (gpu.device.limits(), &gpu.device.preferences);
     let kind = PlanKind::Known;
     LaunchPlan::new(kind, limits, preferences, problem, format, layout).map(drop)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn reads_are_whole_vectors_by_two_ctas_of_each_sm() {
+        let read = |bytes| ReadArgs {
+            from: DeviceAddress::new(0x100),
+            bytes,
+            sink: DeviceAddress::new(0x200),
+        };
+        assert_eq!(read(4096).params(&132).unwrap().bytes, 4096);
+        assert_eq!(read(4096).grid(&132).ctas, [264, 1, 1]);
+        for bytes in [1, 8, 4088] {
+            let said = read(bytes).params(&132).unwrap_err().to_string();
+            assert!(said.contains("a multiple of 16"), "{said}");
+        }
+    }
 }

@@ -138,7 +138,7 @@ impl RotaryQueries {
                 "that of the results, which lie at the same address",
             );
         }
-        let [q_token_stride, q_out_token_stride, _] = sizes::strides([strides[0], strides[1], 0]);
+        let [q_token_stride, q_out_token_stride] = sizes::strides(strides);
         Ok(AppendParams {
             q: given("q", self.q)?,
             q_out: given("the address of rotated queries", self.out)?,

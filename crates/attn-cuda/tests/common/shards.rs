@@ -253,7 +253,7 @@ impl Case {
             v_tensor_scales: some(&v_scales, v_scales_at),
         };
         // SAFETY: the addresses are those of memory that lives until here, as large as `MergeSpansArgs` asks.
-        unsafe { machine.merge_spans((self.format, problem.head_dim), &args) }?;
+        unsafe { machine.enqueue((self.format, problem.head_dim), &args) }?;
         Ok((machine.download(&memory[2])?, machine.download(&memory[3])?))
     }
 }

@@ -4,13 +4,12 @@
 use anyhow::{Result, ensure};
 use attn_conformance::case::noise;
 use attn_core::{
-    AttnState, CacheConfig, DecodeAttention, Heads, KvCache, KvFormat, PageLayout, Problem,
-    convert::dequantize,
+    AttnState, CacheConfig, DecodeAttention, Heads, KvCache, KvFormat, Problem, convert::dequantize,
 };
 use attn_cpu::CpuBackend;
 use attn_cuda::native::{
-    CopyPagesArgs, DecodeArgs, DeviceAddress, Dtype, ExportArgs, KvLayout, KvRows, MergeSpansArgs,
-    MergeStatesArgs, Pages, SpansArgs,
+    CopyPagesArgs, DecodeArgs, DeviceAddress, Dtype, ExportArgs, KvLayout, KvRows, MergeStatesArgs,
+    Op, Pages, SpansArgs,
 };
 
 use crate::{
@@ -26,14 +25,8 @@ pub trait Machine {
     fn address(&self, memory: &mut Self::Memory) -> DeviceAddress;
     fn download(&self, memory: &Self::Memory) -> Result<Vec<u8>>;
     /// # Safety
-    /// Those of `export_on`, and of the two below likewise.
-    unsafe fn export(&self, layout: &PageLayout, args: &ExportArgs) -> Result<()>;
-    /// # Safety
-    /// Those of `copy_pages_on`.
-    unsafe fn copy_pages(&self, args: &CopyPagesArgs) -> Result<()>;
-    /// # Safety
-    /// Those of `merge_on`.
-    unsafe fn merge(&self, args: &MergeStatesArgs) -> Result<()>;
+    /// Those of `CudaBackend::enqueue`.
+    unsafe fn enqueue<O: Op>(&self, shape: O::Shape, op: &O) -> Result<()>;
     /// The query blocks of a plan of `prepare_spans` for this problem, as words; none where it has none.
     fn query_blocks(&self, planned: (&Problem, KvFormat, KvLayout)) -> Result<Vec<[i32; 4]>>;
     /// A launch of such a plan.
@@ -46,9 +39,6 @@ pub trait Machine {
         args: &DecodeArgs,
         to: &SpansArgs,
     ) -> Result<()>;
-    /// # Safety
-    /// Those of `merge_spans_on`.
-    unsafe fn merge_spans(&self, of: (KvFormat, usize), args: &MergeSpansArgs) -> Result<()>;
 }
 
 /// Format, head_dim, page_size, KV heads, number format.
@@ -163,7 +153,7 @@ fn export<M: Machine>(
         max_tokens: 199,
     };
     // SAFETY: the addresses are those of memory that lives until here, as large as `ExportArgs` asks; pages are those of the cache.
-    unsafe { machine.export(&layout, &args) }?;
+    unsafe { machine.enqueue(layout, &args) }?;
     let out = [machine.download(&k)?, machine.download(&v)?];
     for (b, (len, range)) in RANGES.iter().enumerate() {
         let sides = dequantize(
@@ -218,7 +208,7 @@ fn copy_pages<M: Machine>(machine: &M) -> Result<()> {
         num_pairs: pairs.len(),
     };
     // SAFETY: the addresses are those of memory that lives until here, as large as `Pages` says.
-    unsafe { machine.copy_pages(&args) }?;
+    unsafe { machine.enqueue((), &args) }?;
     let to = machine.download(&memory[1])?;
     for page in 0..pages {
         let source = pairs
@@ -298,7 +288,7 @@ fn merge<M: Machine>(
         head_dim,
     };
     // SAFETY: the addresses are those of memory that lives until here, as large as `MergeStatesArgs` asks.
-    unsafe { machine.merge(&args) }?;
+    unsafe { machine.enqueue((), &args) }?;
     ensure!(machine.download(&memory[2])? == bytes, "outputs");
     let lse = numbers::numbers(Dtype::F32, &machine.download(&memory[3])?);
     let bits = |x: &[f32]| x.iter().map(|x| x.to_bits()).collect::<Vec<u32>>();

@@ -16,8 +16,11 @@ use attn_conformance::{
 use attn_core::{KvCache, KvMemory, KvSource, Scheme, StridedRows};
 use attn_cpu::CpuBackend;
 use attn_cuda::{
-    internals::{LaunchPlan, PlanKind, query_blocks_grid},
-    native::{DecodeArgs, DeviceAddress, DeviceKv, DeviceRows, Dtype, KvLayout, alibi_slopes_log2},
+    internals::{LaunchPlan, PlanKind},
+    native::{
+        DecodeArgs, DeviceAddress, DeviceKv, DeviceRows, Dtype, Grid, KvLayout, ListBlocksArgs,
+        alibi_slopes_log2,
+    },
 };
 use attn_kernels::cuda::{
     Arch, DeviceLimits, Instance, Kernel, KernelChoice, Preferences, params::QueryBlock,
@@ -217,13 +220,12 @@ impl Job {
         let mut planned = self.case.problem.clone();
         planned.q_lens[0] += SPARE_TOKENS;
         let mut list = vec![anything; self.plan.num_blocks()];
-        let to = DeviceAddress::new(list.as_mut_ptr() as u64);
-        let params = self
-            .plan
-            .query_blocks_params(&planned, address(&starts), to)?;
-        let (grid, threads) = query_blocks_grid(list.len());
-        // SAFETY: query_blocks.cu takes a QueryBlocksParams; starts are one more than the sequences, and the list has as many entries as it says.
-        unsafe { kernels.run(&Instance::QueryBlocks, &params, grid, threads) }?;
+        let args = ListBlocksArgs {
+            cu_seqlens_q: address(&starts),
+            to: DeviceAddress::new(list.as_mut_ptr() as u64),
+        };
+        // SAFETY: starts are one more than the sequences, and the list has as many entries as the plan says.
+        unsafe { kernels.launch(&self.plan.list_numbers(&planned)?, &args) }?;
         Ok(list)
     }
 
@@ -408,9 +410,9 @@ impl Job {
         let params = plan.params(&case.problem, &args)?;
         let (made, params) = plan.dequantize_params(&args, params);
         if let (Some(made), Some(pages)) = (made, &plan.dequantized) {
-            let (grid, threads) = pages.grid();
+            let Grid { ctas, threads } = pages.grid();
             // SAFETY: its kernel takes a DequantizeParams; it reads what decode kernels do, and writes to the workspace.
-            unsafe { kernels.run_as(self.arch, &pages.instance, &made, grid, threads) }?;
+            unsafe { kernels.run_as(self.arch, &pages.instance, &made, ctas, threads) }?;
         }
         let (grid, threads) = (plan.launch.grid, plan.launch.threads);
         for params in plan.launches(params) {

@@ -33,7 +33,7 @@ use std::{
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use attn_conformance::Size;
-use attn_cuda::native::DeviceAddress;
+use attn_cuda::native::{DeviceAddress, Op};
 use attn_kernels::cuda::{Arch, Instance};
 use libloading::Library;
 use libtest_mimic::{Arguments, Completion, Trial};
@@ -90,6 +90,20 @@ impl Kernels {
             .unwrap_or_else(|poisoned| poisoned.into_inner());
         let number = all.len();
         (all.entry((*instance, arch)).or_default().clone(), number)
+    }
+
+    /// Runs a small launch to its end, as [`attn_cuda::CudaBackend::enqueue`] enqueues it.
+    ///
+    /// # Safety
+    /// Those of `enqueue`, in host memory.
+    unsafe fn launch<O: Op>(&self, shape: &O::Shape, op: &O) -> Result<()> {
+        let grid = op.grid(shape);
+        if grid.is_empty() {
+            return Ok(());
+        }
+        let (instances, params) = (O::instances(shape)?, op.params(shape)?);
+        // SAFETY: the kernel takes an `O::Params` by the trait's contract; the rest is this function's.
+        unsafe { self.run(&instances[op.kernel()], &params, grid.ctas, grid.threads) }
     }
 
     /// Runs one launch of an H100's kernel to its end.

@@ -5,10 +5,10 @@ use std::sync::Arc;
 use anyhow::{Result, ensure};
 use attn_core::{Heads, KvFormat, Problem};
 use attn_cuda::{
-    internals::{LaunchPlan, PlanKind, query_blocks_grid},
-    native::{DeviceAddress, KvLayout},
+    internals::{LaunchPlan, PlanKind},
+    native::{DeviceAddress, KvLayout, ListBlocksArgs},
 };
-use attn_kernels::cuda::{Arch, DeviceLimits, Instance, Preferences, params::QueryBlock};
+use attn_kernels::cuda::{Arch, DeviceLimits, Preferences, params::QueryBlock};
 use libtest_mimic::Trial;
 
 use crate::{Kernels, address};
@@ -60,11 +60,12 @@ fn list(
 ) -> Result<Vec<QueryBlock>> {
     let entries = plan.num_blocks();
     let mut list = vec![NOTHING; entries + 3];
-    let to = DeviceAddress::new(list.as_mut_ptr() as u64);
-    let params = plan.query_blocks_params(planned, address(starts), to)?;
-    let (grid, threads) = query_blocks_grid(entries);
-    // SAFETY: query_blocks.cu takes a QueryBlocksParams; starts are one more than the sequences, and the list has more entries than it says.
-    unsafe { kernels.run(&Instance::QueryBlocks, &params, grid, threads) }?;
+    let args = ListBlocksArgs {
+        cu_seqlens_q: address(starts),
+        to: DeviceAddress::new(list.as_mut_ptr() as u64),
+    };
+    // SAFETY: starts are one more than the sequences, and the list has more entries than the plan says.
+    unsafe { kernels.launch(&plan.list_numbers(planned)?, &args) }?;
     ensure!(list[entries..] == [NOTHING; 3], "a write behind the list");
     list.truncate(entries);
     Ok(list)
@@ -76,8 +77,8 @@ fn lists_the_hosts_blocks(kernels: &Kernels, q_lens: &[usize]) -> Result<()> {
     let ends = problem.query_ranges().map(|range| range.end as i32);
     let starts: Vec<i32> = std::iter::once(0).chain(ends).collect();
     let list = list(kernels, &planned, &plan, &starts)?;
-    let of_block = plan.query_blocks_params(&planned, DeviceAddress::NULL, DeviceAddress::NULL)?;
-    let blocks = problem.query_blocks(of_block.block_tokens as usize);
+    let numbers = plan.list_numbers(&planned)?;
+    let blocks = problem.query_blocks(numbers.block_tokens as usize);
     let mut want: Vec<_> = blocks
         .map(|block| QueryBlock {
             sequence: block.sequence as i32,

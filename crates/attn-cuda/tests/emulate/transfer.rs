@@ -3,18 +3,12 @@
 use std::sync::Arc;
 
 use anyhow::Result;
-use attn_core::{KvFormat, PageLayout, Problem};
+use attn_core::{KvFormat, Problem};
 use attn_cuda::{
-    internals::{
-        LaunchPlan, PlanKind, copy_pages_grid, copy_pages_params, export_grid, export_params,
-        merge_spans_grid, merge_spans_params, merge_states_grid, merge_states_params,
-    },
-    native::{
-        CopyPagesArgs, DecodeArgs, DeviceAddress, ExportArgs, KvLayout, MergeSpansArgs,
-        MergeStatesArgs, SpansArgs,
-    },
+    internals::{LaunchPlan, PlanKind},
+    native::{DecodeArgs, DeviceAddress, KvLayout, Op, SpansArgs},
 };
-use attn_kernels::cuda::{Arch, DeviceLimits, Instance, Preferences};
+use attn_kernels::cuda::{Arch, DeviceLimits, Preferences};
 use libtest_mimic::Trial;
 
 use crate::{
@@ -41,29 +35,9 @@ impl Machine for Kernels {
         Ok(bytemuck::cast_slice(words)[..*bytes].to_vec())
     }
 
-    unsafe fn export(&self, layout: &PageLayout, args: &ExportArgs) -> Result<()> {
-        let instance = Instance::Export {
-            format: layout.format(),
-            head_dim: layout.head_dim(),
-            page_size: layout.page_size(),
-        };
-        let (grid, threads) = export_grid(layout, args.batch, args.max_tokens);
-        // SAFETY: export.cu takes an ExportParams; the rest is this function's contract.
-        unsafe { self.run(&instance, &export_params(args, layout)?, grid, threads) }
-    }
-
-    unsafe fn copy_pages(&self, args: &CopyPagesArgs) -> Result<()> {
-        let (grid, threads) = copy_pages_grid(args);
-        let params = copy_pages_params(args)?;
-        // SAFETY: copy_pages.cu takes a CopyPagesParams; the rest is this function's contract.
-        unsafe { self.run(&Instance::CopyPages, &params, grid, threads) }
-    }
-
-    unsafe fn merge(&self, args: &MergeStatesArgs) -> Result<()> {
-        let (grid, threads) = merge_states_grid(args.rows);
-        let params = merge_states_params(args)?;
-        // SAFETY: merge_states.cu takes a MergeStatesParams; the rest is this function's contract.
-        unsafe { self.run(&Instance::MergeStates, &params, grid, threads) }
+    unsafe fn enqueue<O: Op>(&self, shape: O::Shape, op: &O) -> Result<()> {
+        // SAFETY: this function's contract.
+        unsafe { self.launch(&shape, op) }
     }
 
     fn query_blocks(&self, planned: (&Problem, KvFormat, KvLayout)) -> Result<Vec<[i32; 4]>> {
@@ -89,20 +63,6 @@ impl Machine for Kernels {
             unsafe { self.run(&plan.instance, &params, launch.grid, launch.threads) }?;
         }
         Ok(())
-    }
-
-    unsafe fn merge_spans(
-        &self,
-        (format, head_dim): (KvFormat, usize),
-        args: &MergeSpansArgs,
-    ) -> Result<()> {
-        let (grid, threads) = merge_spans_grid(args.rows);
-        let (instance, params) = (
-            Instance::MergeSpans { format, head_dim },
-            merge_spans_params(args)?,
-        );
-        // SAFETY: merge_spans.cu takes a MergeSpansParams; the rest is this function's contract.
-        unsafe { self.run(&instance, &params, grid, threads) }
     }
 }
 

@@ -5,7 +5,7 @@ use attn_conformance::trials::Trials;
 use attn_core::{Error, KvFormat};
 use attn_cuda::{
     CudaBackend, CudaError, Options,
-    native::{Dtype, KvLayout},
+    native::{Dtype, KvLayout, ListBlocksArgs},
 };
 use cudarc::driver::{CudaSlice, sys};
 
@@ -49,9 +49,13 @@ fn graph(gpu: &CudaBackend, format: KvFormat, tokens: usize) -> Result<()> {
     driver(stream.begin_capture(sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL))?;
     let mut args = engine.decode_args();
     args.query_blocks = engine.buffers.address(&list);
-    let (at, raw) = (engine.buffers.address(&cu_seqlens_q), engine.buffers.raw());
+    let raw = engine.buffers.raw();
+    let list_args = ListBlocksArgs {
+        cu_seqlens_q: engine.buffers.address(&cu_seqlens_q),
+        to: args.query_blocks,
+    };
     // SAFETY: the buffers are the engine's, sized by its plan, and live until the graph has run.
-    let listed = unsafe { gpu.query_blocks_on(&engine.plan, raw, at, args.query_blocks) };
+    let listed = unsafe { gpu.enqueue(engine.plan.list_blocks()?, raw, &list_args) };
     // SAFETY: likewise; the workspace is zeroed and this plan's alone.
     let decoded = unsafe { gpu.decode_on(&engine.plan, raw, &args) };
     let graph = driver(stream.end_capture(
@@ -97,9 +101,12 @@ fn checked(options: &Options) -> Result<()> {
     let to = engine.buffers.address(&list);
     for starts in [[0, 5, 4, 6], [0, 1, 2, 16], [-1, 0, 1, 2]] {
         let cu_seqlens_q = engine.buffers.upload(&starts)?;
-        let at = engine.buffers.address(&cu_seqlens_q);
+        let args = ListBlocksArgs {
+            cu_seqlens_q: engine.buffers.address(&cu_seqlens_q),
+            to,
+        };
         // SAFETY: the checking launch goes first and refuses what breaks the contract.
-        match unsafe { gpu.query_blocks_on(&engine.plan, engine.buffers.raw(), at, to) } {
+        match unsafe { gpu.enqueue(engine.plan.list_blocks()?, engine.buffers.raw(), &args) } {
             Err(Error::Device { source, .. })
                 if matches!(
                     source.downcast_ref(),

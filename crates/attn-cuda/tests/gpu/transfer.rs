@@ -3,14 +3,11 @@
 use anyhow::Result;
 use attn_bench::cuda::Buffers;
 use attn_conformance::trials::Trials;
-use attn_core::{KvFormat, PageLayout, Problem};
+use attn_core::{KvFormat, Problem};
 use attn_cuda::{
     CudaBackend,
     internals::context,
-    native::{
-        CopyPagesArgs, DecodeArgs, DeviceAddress, ExportArgs, KvLayout, MergeSpansArgs,
-        MergeStatesArgs, SpansArgs,
-    },
+    native::{DecodeArgs, DeviceAddress, KvLayout, Op, SpansArgs},
 };
 use cudarc::driver::CudaSlice;
 
@@ -39,22 +36,10 @@ impl Machine for OnGpu<'_> {
         Ok(self.1.download(memory)?)
     }
 
-    unsafe fn export(&self, layout: &PageLayout, args: &ExportArgs) -> Result<()> {
-        let prepared = self.0.prepare_export(*layout)?;
+    unsafe fn enqueue<O: Op>(&self, shape: O::Shape, op: &O) -> Result<()> {
+        let prepared = self.0.prepare_op(shape)?;
         // SAFETY: this function's contract.
-        Ok(unsafe { self.0.export_on(&prepared, self.1.raw(), args) }?)
-    }
-
-    unsafe fn copy_pages(&self, args: &CopyPagesArgs) -> Result<()> {
-        let prepared = self.0.prepare_copy_pages()?;
-        // SAFETY: this function's contract.
-        Ok(unsafe { self.0.copy_pages_on(&prepared, self.1.raw(), args) }?)
-    }
-
-    unsafe fn merge(&self, args: &MergeStatesArgs) -> Result<()> {
-        let prepared = self.0.prepare_merge()?;
-        // SAFETY: this function's contract.
-        Ok(unsafe { self.0.merge_on(&prepared, self.1.raw(), args) }?)
+        Ok(unsafe { self.0.enqueue(&prepared, self.1.raw(), op) }?)
     }
 
     fn query_blocks(
@@ -77,16 +62,6 @@ impl Machine for OnGpu<'_> {
         let plan = self.0.prepare_spans(problem, format, layout)?;
         // SAFETY: this function's contract.
         Ok(unsafe { self.0.attend_spans_on(&plan, self.1.raw(), args, to) }?)
-    }
-
-    unsafe fn merge_spans(
-        &self,
-        (format, head_dim): (KvFormat, usize),
-        args: &MergeSpansArgs,
-    ) -> Result<()> {
-        let prepared = self.0.prepare_merge_spans(format, head_dim)?;
-        // SAFETY: this function's contract.
-        Ok(unsafe { self.0.merge_spans_on(&prepared, self.1.raw(), args) }?)
     }
 }
 
