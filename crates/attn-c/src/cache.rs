@@ -8,7 +8,7 @@ use std::{
 use attn::{CacheConfig as Description, Heads, KvFormat, SequenceImage, Session};
 
 use crate::{
-    arguments::{self, Config, handle, list, list_mut, lock, optional, place, text},
+    arguments::{self, handle, list, list_mut, lock, optional, place, text},
     device::Device,
     status::{Failure, Status, call},
 };
@@ -43,11 +43,6 @@ pub struct CacheConfig {
     pub layers: usize,
     /// Query heads of the steps to come, so that a number that no step can have is refused here; 0: not known yet.
     pub q_heads: usize,
-}
-
-// SAFETY: `repr(C)`, and `struct_size` is first.
-unsafe impl Config for CacheConfig {
-    const NAME: &'static str = "attn_cache_config";
 }
 
 /// The state of a cache's pool.

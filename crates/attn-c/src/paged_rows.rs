@@ -3,13 +3,14 @@
 use std::ffi::c_void;
 
 use attn::{
-    Int8Scale, Scheme,
+    Int8Scale, KvFormat, Scheme,
     backends::cuda::native::{DeviceAddress, DeviceKv, DeviceRows, Stream},
 };
 
 use crate::{
-    arguments::{Config, config, handle},
-    plan::{Buffers, Plan, given, tensor_scales},
+    arguments::{config, handle},
+    launch_args::{Buffers, given, tensor_scales},
+    plan::Plan,
     rows::Rows,
     status::{Failure, Status, call},
 };
@@ -51,11 +52,6 @@ pub struct PagedRows {
     pub v_scales: *const f32,
 }
 
-// SAFETY: `repr(C)`, and `struct_size` is first.
-unsafe impl Config for PagedRows {
-    const NAME: &'static str = "attn_paged_rows";
-}
-
 /// Bytes of an element of a scheme that rows have.
 fn element_bytes(scheme: Scheme) -> Result<usize, Failure> {
     match scheme {
@@ -71,9 +67,7 @@ fn element_bytes(scheme: Scheme) -> Result<usize, Failure> {
 }
 
 impl PagedRows {
-    fn kv(&self, plan: &Plan) -> Result<DeviceKv, Failure> {
-        plan.check_table(self.page_table_stride)?;
-        let format = plan.layout.format();
+    pub(crate) fn kv(&self, format: KvFormat) -> Result<DeviceKv, Failure> {
         let strides = |scheme, [page, token, head]: [usize; 3]| {
             let bytes = element_bytes(scheme)?;
             Ok::<_, Failure>([page, head, token].map(|stride| stride.saturating_mul(bytes)))
@@ -118,7 +112,9 @@ pub unsafe extern "C" fn attn_plan_attend_rows(
                 config(buffers)?,
             )
         };
-        let args = plan.decode_args(kv.kv(plan)?, &rows, &buffers)?;
+        plan.check_table(kv.page_table_stride)?;
+        let kv = kv.kv(plan.layout.format())?;
+        let args = plan.decode_args(kv, &rows, &buffers)?;
         let gpu = plan.device.cuda("plan")?;
         // SAFETY: this function's contract.
         Ok(unsafe { gpu.decode_on(&plan.plan, Stream::from_raw(stream), &args) }?)

@@ -8,18 +8,17 @@ use std::{
 };
 
 use attn::{
-    CacheConfig, Heads, KvFormat, PageLayout, Problem, Scheme,
+    CacheConfig, Heads, KvFormat, PageLayout, Problem,
     backends::cuda::native::{
-        self, DeviceAddress, KvLayout, ListBlocksArgs, NativeAppend, NativePlan, PagedSequences,
-        Stream, alibi_slopes_log2,
+        KvLayout, ListBlocksArgs, NativeAppend, NativePlan, alibi_slopes_log2,
     },
 };
 
 use crate::{
-    arguments::{self, Config, handle, optional, place, text},
+    arguments::{self, handle, optional, place, text},
     device::Device,
+    launch_args::{enqueue, given},
     modifiers::Modifiers,
-    rows::or,
     status::{Failure, Status, call},
 };
 
@@ -62,11 +61,6 @@ pub struct PlanConfig {
     pub spans: u32,
 }
 
-// SAFETY: `repr(C)`, and `struct_size` is first.
-unsafe impl Config for PlanConfig {
-    const NAME: &'static str = "attn_plan_config";
-}
-
 /// What a plan's launches need.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
@@ -83,108 +77,6 @@ pub struct PlanInfo {
     pub residual_slots: usize,
     /// States that attn_plan_attend_spans leaves of each row: those of the spans of max_tokens. 0 for other plans.
     pub spans: usize,
-}
-
-/// Where attn_plan_attend_spans leaves the states of a shard's spans. Addresses are of device memory, aligned to 16 bytes; rows are query tokens times
-/// query heads, sequence after sequence.
-#[repr(C)]
-#[derive(Debug, Clone, Copy)]
-pub struct Spans {
-    /// sizeof(attn_spans).
-    pub struct_size: usize,
-    /// int32 `[count]`: tokens that follow those of attn_pages.lengths in other shards; query tokens are the last of all. NULL: none follow.
-    pub tokens_after: *const i32,
-    /// float `[spans][rows][2]`: maximum, -inf where a row sees no token of a span, and sum.
-    pub max_sums: *mut f32,
-    /// float `[spans][rows][head_dim]`; not written where a row sees no token.
-    pub o: *mut f32,
-}
-
-// SAFETY: `repr(C)`, and `struct_size` is first.
-unsafe impl Config for Spans {
-    const NAME: &'static str = "attn_spans";
-}
-
-/// Where the sequences' tokens lie. All addresses are of device memory, aligned to 16 bytes.
-#[repr(C)]
-#[derive(Debug, Clone, Copy)]
-pub struct Pages {
-    /// sizeof(attn_pages).
-    pub struct_size: usize,
-    /// The pool: num_pages pages, aligned to 16 bytes.
-    pub pool: *mut c_void,
-    /// Pages of the pool.
-    pub num_pages: usize,
-    /// int32 `[count][page_table_stride]`: a sequence's pages in order.
-    pub page_table: *const i32,
-    /// Entries of a sequence in page_table: at least max_tokens / page_size, rounded up.
-    pub page_table_stride: usize,
-    /// int32 `[count][residual_slots]` for formats that keep the newest tokens finer: the residual page of a sequence's page i at i %
-    /// residual_slots. Else NULL.
-    pub residual_pages: *const i32,
-    /// int32 `[count]`: lengths, which count the new tokens.
-    pub lengths: *const i32,
-    /// float `[kv_heads]` for fp8 and int8-tensor; else NULL.
-    pub k_scales: *const f32,
-    /// As `k_scales`, for V.
-    pub v_scales: *const f32,
-    /// Bytes from one page of the pool to the next, a multiple of 16; 0: attn_plan_info.page_bytes. More where pages are padded, or those of other
-    /// layers lie between.
-    pub page_stride: usize,
-}
-
-// SAFETY: `repr(C)`, and `struct_size` is first.
-unsafe impl Config for Pages {
-    const NAME: &'static str = "attn_pages";
-}
-
-impl Pages {
-    /// The pool, whose pages have this layout.
-    pub(crate) fn pool(&self, layout: &PageLayout) -> Result<native::Pages, Failure> {
-        Ok(native::Pages {
-            at: given("pool", self.pool)?,
-            stride: or(self.page_stride, layout.page_bytes()),
-            num_pages: self.num_pages,
-        })
-    }
-
-    /// The sequences, in pages of this layout with so many residual pages each.
-    pub(crate) fn sequences(
-        &self,
-        layout: &PageLayout,
-        residual_slots: usize,
-    ) -> Result<PagedSequences, Failure> {
-        Ok(PagedSequences {
-            pool: self.pool(layout)?,
-            page_table: given("page_table", self.page_table)?,
-            page_table_stride: self.page_table_stride,
-            residual_pages: address(self.residual_pages),
-            residual_slots,
-            kv_lens: given("lengths", self.lengths)?,
-            tensor_scales: tensor_scales([self.k_scales, self.v_scales], layout.format())?,
-        })
-    }
-}
-
-/// A plan's own memory on the device, which the caller allocates and fills.
-#[repr(C)]
-#[derive(Debug, Clone, Copy)]
-pub struct Buffers {
-    /// sizeof(attn_buffers).
-    pub struct_size: usize,
-    /// attn_plan_info.workspace_bytes bytes, aligned to 256, of which the first zeroed_bytes are zero. Launches that share it do not overlap.
-    pub workspace: *mut c_void,
-    /// What attn_plan_query_blocks gives, in device memory, or what attn_plan_list_query_blocks has listed; NULL where that is nothing.
-    pub query_blocks: *const c_void,
-    /// What attn_plan_alibi_slopes gives, in device memory; NULL without.
-    pub alibi_slopes: *const f32,
-    /// float `[q_heads]`: the sinks; NULL without.
-    pub sinks: *const f32,
-}
-
-// SAFETY: `repr(C)`, and `struct_size` is first.
-unsafe impl Config for Buffers {
-    const NAME: &'static str = "attn_buffers";
 }
 
 /// Launches for one batch shape. They allocate nothing and wait for nothing.
@@ -205,41 +97,6 @@ impl Plan {
         let (format, page_size) = (self.layout.format(), self.layout.page_size());
         format.residual_slots(page_size, self.problem.max_q_len())
     }
-}
-
-pub(crate) fn address<T>(pointer: *const T) -> DeviceAddress {
-    DeviceAddress::new(pointer as u64)
-}
-
-/// Refuses NULL where the launch reads.
-pub(crate) fn given<T>(what: &str, pointer: *const T) -> Result<DeviceAddress, Failure> {
-    if pointer.is_null() {
-        return Err(Failure::new(Status::Parameter, format!("{what} is NULL")));
-    }
-    Ok(address(pointer))
-}
-
-/// Static scales per KV head, where the scheme has them.
-pub(crate) fn scales(
-    what: &str,
-    scales: *const f32,
-    scheme: Scheme,
-) -> Result<DeviceAddress, Failure> {
-    match scheme.has_tensor_scale() {
-        true => given(what, scales),
-        false => Ok(DeviceAddress::NULL),
-    }
-}
-
-/// Static scales of K and of V, where their schemes have them.
-pub(crate) fn tensor_scales(
-    [k, v]: [*const f32; 2],
-    format: KvFormat,
-) -> Result<[DeviceAddress; 2], Failure> {
-    Ok([
-        scales("k_scales", k, format.k)?,
-        scales("v_scales", v, format.v)?,
-    ])
 }
 
 /// Prepares the launches for a batch shape on a GPU; the first plan of its kind may compile kernels.
@@ -405,9 +262,8 @@ pub unsafe extern "C" fn attn_plan_list_query_blocks(
             cu_seqlens_q: given("cu_seqlens_q", cu_seqlens_q)?,
             to: given("query_blocks", query_blocks)?,
         };
-        let gpu = plan.device.cuda("plan")?;
         // SAFETY: this function's contract.
-        Ok(unsafe { gpu.enqueue(plan.plan.list_blocks()?, Stream::from_raw(stream), &args) }?)
+        unsafe { enqueue(&plan.device, plan.plan.list_blocks()?, &args, stream) }
     })
 }
 

@@ -10,7 +10,7 @@ use attn::{
 };
 
 use crate::{
-    arguments::{self, Config},
+    arguments,
     status::{Failure, Status},
 };
 
@@ -37,11 +37,6 @@ pub struct Tokens {
     pub v_head_stride: usize,
     /// RoPE of K, and of queries beside it, for attn_plan_append_slots; else NULL.
     pub rotary: *const Rotary,
-}
-
-// SAFETY: `repr(C)`, and `struct_size` is first.
-unsafe impl Config for Tokens {
-    const NAME: &'static str = "attn_tokens";
 }
 
 /// Rotary positions (RoPE) of an append by a plan, computed in 32 bits: K is stored as if its 32-bit rows had been rotated first. All addresses are of
@@ -72,11 +67,6 @@ pub struct Rotary {
     pub q_token_stride: usize,
     /// Elements from one token of q_out to the next, a multiple of 4; 0: q_heads·head_dim. In place it is q_token_stride.
     pub q_out_token_stride: usize,
-}
-
-// SAFETY: `repr(C)`, and `struct_size` is first.
-unsafe impl Config for Rotary {
-    const NAME: &'static str = "attn_rotary";
 }
 
 impl Tokens {
@@ -162,11 +152,6 @@ pub struct Rows {
     pub out_token_stride: usize,
     /// Elements from one head of the outputs to the next; 0: head_dim.
     pub out_head_stride: usize,
-}
-
-// SAFETY: `repr(C)`, and `struct_size` is first.
-unsafe impl Config for Rows {
-    const NAME: &'static str = "attn_rows";
 }
 
 impl Rows {

@@ -5,7 +5,7 @@ use std::ffi::c_void;
 use attn::{Attend, AttendRows, RowsMut, Session, backends::cuda::native::Stream};
 
 use crate::{
-    arguments::{Config, config, list, optional},
+    arguments::{config, list, optional},
     cache::{Cache, on_cache},
     modifiers::Modifiers,
     place::{Memory, NumbersMut, Place, share},
@@ -31,11 +31,6 @@ pub struct Step {
     pub modifiers: Modifiers,
     /// The layer that is attended, in a cache of several; else 0.
     pub layer: usize,
-}
-
-// SAFETY: `repr(C)`, and `struct_size` is first.
-unsafe impl Config for Step {
-    const NAME: &'static str = "attn_step";
 }
 
 impl Step {

@@ -4,12 +4,13 @@ use std::ffi::c_void;
 
 use attn::backends::cuda::native::{
     AppendArgs, DecodeArgs, DeviceAddress, DeviceKv, KvRows, NativeAppend, PagedSequences,
-    RotaryArgs, SlotAppendArgs, SpansArgs, Stream,
+    RotaryArgs, SlotAppendArgs, Stream,
 };
 
-use super::{Buffers, Pages, Plan, Spans, address, given, tensor_scales};
+use super::Plan;
 use crate::{
     arguments::{config, handle},
+    launch_args::{Buffers, Pages, Spans, address, given, tensor_scales},
     rows::{Rows, Tokens, on_device},
     status::{Failure, Status, call},
 };
@@ -151,11 +152,7 @@ pub unsafe extern "C" fn attn_plan_attend_spans(
                 config(spans)?,
             )
         };
-        let to = SpansArgs {
-            tokens_after: address(spans.tokens_after),
-            max_sums: given("max_sums", spans.max_sums)?,
-            o: given("o", spans.o)?,
-        };
+        let to = spans.args()?;
         // Neither results nor a workspace are touched, so any address stands for them.
         let rows = Rows {
             out: spans.o.cast(),
