@@ -61,7 +61,7 @@ int main(void) {
     int *d_table = on_gpu(sizeof table), *d_lengths = on_gpu(sizeof lengths);
     float *d_k = on_gpu(BATCH * KV_ROW * 4), *d_v = on_gpu(BATCH * KV_ROW * 4), *d_q = on_gpu(BATCH * Q_ROW * 4), *d_out = on_gpu(BATCH * Q_ROW * 4);
     cuda(cudaMemcpy(d_table, table, sizeof table, cudaMemcpyHostToDevice));
-    attn_pages pages = {.struct_size = sizeof pages, .pool = on_gpu(info.page_bytes * BATCH * PAGES), .num_pages = BATCH * PAGES, .page_table = d_table, .page_table_stride = PAGES, .lengths = d_lengths};
+    attn_pages pages = {.struct_size = sizeof pages, .pool = on_gpu(info.page_bytes * BATCH * PAGES), .num_pages = BATCH * PAGES, .page_table = d_table, .page_table_stride = PAGES, .kv_lens = d_lengths};
     attn_tokens tokens = {.struct_size = sizeof tokens, .k = d_k, .v = d_v, .dtype = ATTN_DTYPE_F32};
     attn_rows rows = {.struct_size = sizeof rows, .q = d_q, .out = d_out, .dtype = ATTN_DTYPE_F32};
     attn_buffers buffers = {.struct_size = sizeof buffers, .workspace = on_gpu(info.workspace_bytes)};

@@ -94,7 +94,7 @@ int main(void) {
     float *d_out = on_gpu(NULL, sizeof expected);
     attn_rows on_device = {.struct_size = sizeof on_device, .q = on_gpu(q, sizeof q), .out = d_out, .dtype = ATTN_DTYPE_F32};
     attn_buffers buffers = {.struct_size = sizeof buffers, .workspace = on_gpu(NULL, info.workspace_bytes)};
-    attn_paged_rows pages = {.struct_size = sizeof pages, .num_pages = POOL, .page_table = on_gpu(table, sizeof table), .page_table_stride = PAGES, .lengths = on_gpu(lengths, sizeof lengths), .k_page_stride = PAGE * KV_ROW, .v_page_stride = PAGE * KV_ROW};
+    attn_paged_rows pages = {.struct_size = sizeof pages, .num_pages = POOL, .page_table = on_gpu(table, sizeof table), .page_table_stride = PAGES, .kv_lens = on_gpu(lengths, sizeof lengths), .k_page_stride = PAGE * KV_ROW, .v_page_stride = PAGE * KV_ROW};
     for (int order = 0; order < 2; order++) {
         const uint16_t *all_rows = order ? &by_head[0][0][0][0][0] : &by_token[0][0][0][0][0];
         pages.k = on_gpu(all_rows, sizeof by_token);

@@ -77,7 +77,7 @@ static struct shard shard_of(attn_device *gpu, size_t first, size_t room, attn_p
     s.lengths = on_gpu(BATCH * sizeof *s.lengths, NULL);
     s.after = on_gpu(BATCH * sizeof *s.after, NULL);
     s.slots = on_gpu(LONGEST * sizeof *s.slots, NULL);
-    s.pages = (attn_pages){.struct_size = sizeof s.pages, .pool = on_gpu(info.page_bytes * BATCH * pages, NULL), .num_pages = BATCH * pages, .page_table = on_gpu(BATCH * pages * sizeof *table, table), .page_table_stride = pages, .lengths = s.lengths};
+    s.pages = (attn_pages){.struct_size = sizeof s.pages, .pool = on_gpu(info.page_bytes * BATCH * pages, NULL), .num_pages = BATCH * pages, .page_table = on_gpu(BATCH * pages * sizeof *table, table), .page_table_stride = pages, .kv_lens = s.lengths};
     s.buffers = (attn_buffers){.struct_size = sizeof s.buffers, .workspace = on_gpu(info.workspace_bytes, NULL)};
     return s;
 }

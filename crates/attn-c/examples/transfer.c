@@ -83,7 +83,7 @@ int main(void) {
     for (int t = 0; t < TOKENS; t++) slots[t] = t;
     const int table[PAGES] = {0, 1, 2, 3}, lengths[3] = {TOKENS, 2 * PAGE, TOKENS - 2 * PAGE}, row_starts[2] = {0, TOKENS};
     int *d_table = on_gpu(sizeof table, table), *d_lengths = on_gpu(sizeof lengths, lengths);
-    attn_pages pages = {.struct_size = sizeof pages, .pool = on_gpu(info.page_bytes * PAGES, NULL), .num_pages = PAGES, .page_table = d_table, .page_table_stride = PAGES, .lengths = d_lengths};
+    attn_pages pages = {.struct_size = sizeof pages, .pool = on_gpu(info.page_bytes * PAGES, NULL), .num_pages = PAGES, .page_table = d_table, .page_table_stride = PAGES, .kv_lens = d_lengths};
     attn_tokens tokens = {.struct_size = sizeof tokens, .k = on_gpu(sizeof k, k), .v = on_gpu(sizeof v, v), .dtype = ATTN_DTYPE_F32};
     check(attn_plan_append_slots(plan, &pages, &tokens, on_gpu(sizeof slots, slots), NULL, TOKENS, stream));
 
@@ -94,7 +94,7 @@ int main(void) {
         attn_rows rows = {.struct_size = sizeof rows, .q = d_q, .out = d_out + part * Q_ROW, .dtype = ATTN_DTYPE_F32, .lse = d_lse + part * Q_HEADS};
         attn_pages of_part = pages;
         of_part.page_table = on_gpu(sizeof table, part == 2 ? (const int[PAGES]){2, 3} : table);
-        of_part.lengths = d_lengths + part;
+        of_part.kv_lens = d_lengths + part;
         check(attn_plan_attend(plan, &of_part, &rows, &buffers, stream));
     }
     attn_merge merge = {.struct_size = sizeof merge, .outs = d_out + Q_ROW, .lses = d_lse + Q_HEADS, .dtype = ATTN_DTYPE_F32, .out = d_out + 3 * Q_ROW, .out_dtype = ATTN_DTYPE_F32, .lse = d_lse + 3 * Q_HEADS, .states = 2, .rows = Q_HEADS};

@@ -194,8 +194,8 @@ typedef struct attn_paged_rows {
   const int32_t *page_table;
   // Entries of a sequence in page_table: at least max_tokens / page_size, rounded up.
   size_t page_table_stride;
-  // int32 [count]: lengths.
-  const int32_t *lengths;
+  // int32 [count]: the tokens of each sequence.
+  const int32_t *kv_lens;
   // float [kv_heads] for fp8 and int8-tensor; else NULL.
   const float *k_scales;
   // As k_scales, for V.
@@ -321,8 +321,8 @@ typedef struct attn_pages {
   // int32 [count][residual_slots] for formats that keep the newest tokens finer: the residual page of a sequence's page i at i %
   // residual_slots. Else NULL.
   const int32_t *residual_pages;
-  // int32 [count]: lengths, which count the new tokens.
-  const int32_t *lengths;
+  // int32 [count]: the tokens of each sequence, new ones included.
+  const int32_t *kv_lens;
   // float [kv_heads] for fp8 and int8-tensor; else NULL.
   const float *k_scales;
   // As k_scales, for V.
@@ -337,7 +337,7 @@ typedef struct attn_pages {
 typedef struct attn_spans {
   // sizeof(attn_spans).
   size_t struct_size;
-  // int32 [count]: tokens that follow those of attn_pages.lengths in other shards; query tokens are the last of all. NULL: none follow.
+  // int32 [count]: tokens that follow those of attn_pages.kv_lens in other shards; query tokens are the last of all. NULL: none follow.
   const int32_t *tokens_after;
   // float [spans][rows][2]: maximum, -inf where a row sees no token of a span, and sum.
   float *max_sums;
@@ -628,7 +628,7 @@ void attn_device_close(struct attn_device *device);
 
 // Attends another engine's pages of rows: enqueues the step on stream, as attn_plan_attend. The plan was created with attn_plan_config.rows.
 //
-// Needs: Everything that attn_plan_attend needs; all rows of the pool's pages lie in the memory that kv describes, and those that lengths count are finite.
+// Needs: Everything that attn_plan_attend needs; all rows of the pool's pages lie in the memory that kv describes, and those that kv_lens count are finite.
 enum attn_status attn_plan_attend_rows(const struct attn_plan *plan,
                                        const struct attn_paged_rows *kv,
                                        const struct attn_rows *rows,
@@ -701,7 +701,7 @@ enum attn_status attn_plan_attend_spans(const struct attn_plan *plan,
                                         void *stream);
 
 // Appends as many new tokens to each sequence, and attends: what attn_plan_append_slots and attn_plan_attend do, with the same bits, in less time.
-// tokens has each tokens of the first sequence, then those of the next; their places are the last ones of pages->lengths. With tokens->rotary, K
+// tokens has each tokens of the first sequence, then those of the next; their places are the last ones of pages->kv_lens. With tokens->rotary, K
 // is rotated by its positions before it is stored, and rotary.q to where rows->q reads it, in the same launch; the plan was created with
 // attn_plan_config.rotary then.
 //
@@ -770,7 +770,7 @@ enum attn_status attn_transfer_create(const struct attn_device *device,
 void attn_transfer_destroy(struct attn_transfer *transfer);
 
 // Writes ranges of cached tokens as rows of numbers, as they were before they were quantized, to the format's precision: enqueues the work on stream,
-// as attn_plan_attend. pages->lengths are the cached tokens; the newest are read as a query of the last token would.
+// as attn_plan_attend. pages->kv_lens are the cached tokens; the newest are read as a query of the last token would.
 //
 // Needs: Everything that attn_plan_attend needs for pages; ranges are cached, row_starts do not fall, and k and v have room for their rows and lie apart from all else.
 enum attn_status attn_transfer_export(const struct attn_transfer *transfer,

@@ -33,8 +33,8 @@ pub struct Pages {
     /// int32 `[count][residual_slots]` for formats that keep the newest tokens finer: the residual page of a sequence's page i at i %
     /// residual_slots. Else NULL.
     pub residual_pages: *const i32,
-    /// int32 `[count]`: lengths, which count the new tokens.
-    pub lengths: *const i32,
+    /// int32 `[count]`: the tokens of each sequence, new ones included.
+    pub kv_lens: *const i32,
     /// float `[kv_heads]` for fp8 and int8-tensor; else NULL.
     pub k_scales: *const f32,
     /// As `k_scales`, for V.
@@ -66,7 +66,7 @@ impl Pages {
             page_table_stride: self.page_table_stride,
             residual_pages: address(self.residual_pages),
             residual_slots,
-            kv_lens: given("lengths", self.lengths)?,
+            kv_lens: given("kv_lens", self.kv_lens)?,
             tensor_scales: tensor_scales([self.k_scales, self.v_scales], layout.format())?,
         })
     }
@@ -95,7 +95,7 @@ pub struct Buffers {
 pub struct Spans {
     /// sizeof(attn_spans).
     pub struct_size: usize,
-    /// int32 `[count]`: tokens that follow those of attn_pages.lengths in other shards; query tokens are the last of all. NULL: none follow.
+    /// int32 `[count]`: tokens that follow those of attn_pages.kv_lens in other shards; query tokens are the last of all. NULL: none follow.
     pub tokens_after: *const i32,
     /// float `[spans][rows][2]`: maximum, -inf where a row sees no token of a span, and sum.
     pub max_sums: *mut f32,
@@ -401,7 +401,7 @@ mod tests {
             page_table: AT.cast(),
             page_table_stride: 4,
             residual_pages: AT.cast(),
-            lengths: AT.cast(),
+            kv_lens: AT.cast(),
             k_scales: AT.cast(),
             v_scales: AT.cast(),
             page_stride: 1 << 20,
@@ -520,7 +520,7 @@ mod tests {
             v_head_stride: 128,
             page_table: AT.cast(),
             page_table_stride: 4,
-            lengths: AT.cast(),
+            kv_lens: AT.cast(),
             k_scales: AT.cast(),
             v_scales: AT.cast(),
         };

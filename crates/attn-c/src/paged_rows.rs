@@ -44,8 +44,8 @@ pub struct PagedRows {
     pub page_table: *const i32,
     /// Entries of a sequence in page_table: at least max_tokens / page_size, rounded up.
     pub page_table_stride: usize,
-    /// int32 `[count]`: lengths.
-    pub lengths: *const i32,
+    /// int32 `[count]`: the tokens of each sequence.
+    pub kv_lens: *const i32,
     /// float `[kv_heads]` for fp8 and int8-tensor; else NULL.
     pub k_scales: *const f32,
     /// As `k_scales`, for V.
@@ -80,7 +80,7 @@ impl PagedRows {
                 v: [given("v", self.v)?, DeviceAddress::NULL],
                 code_strides: [strides(format.k, k)?, strides(format.v, v)?],
                 scale_strides: [[0; 3]; 2],
-                kv_lens: given("lengths", self.lengths)?,
+                kv_lens: given("kv_lens", self.kv_lens)?,
                 tensor_scales: tensor_scales([self.k_scales, self.v_scales], format)?,
             },
             num_pages: self.num_pages,
@@ -93,7 +93,7 @@ impl PagedRows {
 /// Attends another engine's pages of rows: enqueues the step on `stream`, as attn_plan_attend. The plan was created with attn_plan_config.rows.
 ///
 /// # Safety
-/// Everything that attn_plan_attend needs; all rows of the pool's pages lie in the memory that `kv` describes, and those that lengths count are finite.
+/// Everything that attn_plan_attend needs; all rows of the pool's pages lie in the memory that `kv` describes, and those that kv_lens count are finite.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn attn_plan_attend_rows(
     plan: *const Plan,

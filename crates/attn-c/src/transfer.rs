@@ -111,7 +111,7 @@ pub unsafe extern "C" fn attn_transfer_destroy(transfer: *mut Transfer) {
 }
 
 /// Writes ranges of cached tokens as rows of numbers, as they were before they were quantized, to the format's precision: enqueues the work on `stream`,
-/// as attn_plan_attend. `pages->lengths` are the cached tokens; the newest are read as a query of the last token would.
+/// as attn_plan_attend. `pages->kv_lens` are the cached tokens; the newest are read as a query of the last token would.
 ///
 /// # Safety
 /// Everything that attn_plan_attend needs for `pages`; ranges are cached, row_starts do not fall, and k and v have room for their rows and lie apart from all else.

@@ -1,4 +1,5 @@
-//! What `attn.torch.Plan` passes to its launches, attribute by attribute of its Python classes.
+//! What `attn.torch` passes to launches, attribute by attribute: arrays on the device as capsules, beside the numbers that no array has. A test compares the names with
+//! those that Python's calls give, and with the fields of C's structs.
 
 use pyo3::{prelude::*, types::PyCapsule};
 
@@ -45,8 +46,8 @@ pub struct PageArrays<'py> {
 #[derive(FromPyObject)]
 pub struct RowArrays<'py> {
     /// `[pages, tokens, KV heads, dim]`, at any strides but between dims; uint8 for codes of a byte.
-    pub k_cache: Bound<'py, PyCapsule>,
-    pub v_cache: Bound<'py, PyCapsule>,
+    pub k: Bound<'py, PyCapsule>,
+    pub v: Bound<'py, PyCapsule>,
     /// int32 `[sequences, pages of the longest]`.
     pub page_table: Bound<'py, PyCapsule>,
     /// int32 `[sequences]`.
@@ -83,9 +84,56 @@ pub struct AttendArrays<'py> {
     pub sinks: Option<Bound<'py, PyCapsule>>,
 }
 
-/// Where the states of spans go: maxima and sums, O, and the tokens that follow.
-pub type SpanArrays<'py> = (
-    Bound<'py, PyCapsule>,
-    Bound<'py, PyCapsule>,
-    Option<Bound<'py, PyCapsule>>,
-);
+/// Where the states of spans go.
+#[derive(FromPyObject)]
+pub struct SpanArrays<'py> {
+    /// float32 `[spans, rows, 2]`.
+    pub max_sums: Bound<'py, PyCapsule>,
+    /// float32 `[spans, rows, dim]`.
+    pub o: Bound<'py, PyCapsule>,
+    /// int32 `[sequences]`; none where no tokens follow.
+    pub tokens_after: Option<Bound<'py, PyCapsule>>,
+}
+
+/// Results of shards to merge, and where those over all tokens go.
+#[derive(FromPyObject)]
+pub struct MergeArrays<'py> {
+    /// `[shards, rows, dim]`.
+    pub outs: Bound<'py, PyCapsule>,
+    /// float32 `[shards, rows]`.
+    pub lses: Bound<'py, PyCapsule>,
+    /// `[rows, dim]`.
+    pub out: Bound<'py, PyCapsule>,
+    /// float32 `[rows]`.
+    pub lse: Bound<'py, PyCapsule>,
+}
+
+/// What a merge of spans' states reads and writes.
+#[derive(FromPyObject)]
+pub struct SpanMergeArrays<'py> {
+    /// float32 `[states, query tokens, heads, 2]`.
+    pub max_sums: Bound<'py, PyCapsule>,
+    /// float32 `[states, query tokens, heads, dim]`.
+    pub o: Bound<'py, PyCapsule>,
+    /// `[query tokens, heads, dim]`.
+    pub out: Bound<'py, PyCapsule>,
+    /// float32 `[query tokens, heads]`.
+    pub lse: Bound<'py, PyCapsule>,
+    /// float32 `[heads]`.
+    pub sinks: Option<Bound<'py, PyCapsule>>,
+    /// float32 `[KV heads]`, for formats with static scales.
+    pub v_scales: Option<Bound<'py, PyCapsule>>,
+    pub kv_heads: usize,
+}
+
+/// How an append rotates K and queries.
+#[derive(FromPyObject)]
+pub struct RotaryArrays<'py> {
+    /// Floats `[positions, rotary_dim]`: cosines of a position's pairs, then their sines.
+    pub cos_sin: Bound<'py, PyCapsule>,
+    /// int64 `[tokens]`; none for the tokens' numbers in their sequences.
+    pub positions: Option<Bound<'py, PyCapsule>>,
+    /// `[tokens, heads, dim]` in K's type, rotated in place.
+    pub q: Option<Bound<'py, PyCapsule>>,
+    pub interleaved: bool,
+}

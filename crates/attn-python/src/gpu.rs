@@ -6,7 +6,7 @@ use attn::{
     BackendId, Device,
     backends::cuda::{
         CudaBackend,
-        native::{DeviceAddress, Dtype as CudaDtype},
+        native::{DeviceAddress, Dtype as CudaDtype, Op, Prepared},
     },
 };
 use pyo3::{prelude::*, types::PyCapsule};
@@ -50,6 +50,23 @@ impl Gpu {
 
     pub fn cuda(&self) -> PyResult<&CudaBackend> {
         self.device.cuda("launch").map_err(errors::of)
+    }
+
+    /// Enqueues a small launch on the caller's stream.
+    ///
+    /// # Safety
+    /// Those of [`CudaBackend::enqueue`].
+    pub unsafe fn enqueue<O: Op>(
+        &self,
+        py: Python<'_>,
+        prepared: &Prepared<O>,
+        stream: u64,
+        op: &O,
+    ) -> PyResult<()> {
+        let gpu = self.cuda()?;
+        // SAFETY: this function's contract.
+        py.detach(|| unsafe { gpu.enqueue(prepared, stream_of(stream), op) })
+            .map_err(errors::of)
     }
 
     /// The array's memory; refuses one of another device, of other types than `allowed`, with gaps between elements from dim `first` on, or that is

@@ -16,11 +16,12 @@ use pyo3::{
 };
 
 use crate::{
-    arrays::{AttendArrays, ExportArrays, PageArrays, PlanOptions, RowArrays, SpanArrays},
+    arrays::{
+        AttendArrays, ExportArrays, PageArrays, PlanOptions, RotaryArrays, RowArrays, SpanArrays,
+    },
     dlpack::Dtype,
     errors,
     gpu::{Gpu, stream_of},
-    rotary::RotaryArrays,
 };
 
 /// Launches for one batch shape: what `attn.torch.Plan` is built on.
@@ -122,7 +123,6 @@ impl Plan {
         blocks: Option<Bound<'_, PyCapsule>>,
         stream: u64,
     ) -> PyResult<()> {
-        let gpu = self.gpu.cuda()?;
         let starts = (Dtype::I32, 4 * (self.problem.batch() + 1));
         let starts = self.gpu.list("cu_seqlens_q", Some(cu_seqlens_q), starts)?;
         let bytes = (Dtype::U8, self.plan.query_blocks_bytes());
@@ -132,8 +132,7 @@ impl Plan {
         };
         let list_blocks = self.plan.list_blocks().map_err(errors::of)?;
         // SAFETY: as for `attend`; whatever the numbers are, the launch writes the list alone, which is as long as the plan says.
-        py.detach(|| unsafe { gpu.enqueue(list_blocks, stream_of(stream), &args) })
-            .map_err(errors::of)
+        unsafe { self.gpu.enqueue(py, list_blocks, stream, &args) }
     }
 
     /// Entries of a row of residual pages where a step has up to `q_len` query tokens of a sequence; 0 for formats without a window.
@@ -192,7 +191,6 @@ impl Plan {
         spans: SpanArrays<'_>,
         stream: u64,
     ) -> PyResult<()> {
-        let (max_sums, o, tokens_after) = spans;
         let gpu = self.gpu.cuda()?;
         let args = self.decode_args(DeviceKv::Paged(self.sequences(&pages)?), &arrays)?;
         let states = self.problem.rows().saturating_mul(self.plan.spans());
@@ -202,7 +200,7 @@ impl Plan {
         };
         let dim = self.layout.head_dim();
         let to = SpansArgs {
-            tokens_after: match &tokens_after {
+            tokens_after: match &spans.tokens_after {
                 None => DeviceAddress::NULL,
                 after => {
                     let bytes = 4 * self.problem.batch();
@@ -210,8 +208,8 @@ impl Plan {
                         .list("tokens_after", after.as_ref(), (Dtype::I32, bytes))?
                 }
             },
-            max_sums: list("max_sums", &max_sums, states.saturating_mul(2))?,
-            o: list("o", &o, states.saturating_mul(dim))?,
+            max_sums: list("max_sums", &spans.max_sums, states.saturating_mul(2))?,
+            o: list("o", &spans.o, states.saturating_mul(dim))?,
         };
         // SAFETY: as for `attend`; the states' arrays are as large as the plan says.
         py.detach(|| unsafe { gpu.attend_spans_on(&self.plan, stream_of(stream), &args, &to) })
@@ -241,12 +239,10 @@ impl Plan {
         rows: ExportArrays<'_>,
         stream: u64,
     ) -> PyResult<()> {
-        let gpu = self.gpu.cuda()?;
         let args = self.export_args(self.sequences(&pages)?, &rows)?;
         let export = self.export.as_ref().ok_or_else(others)?;
         // SAFETY: as for `attend`; that ranges end inside their sequences and inside the rows is the caller's contract.
-        py.detach(|| unsafe { gpu.enqueue(export, stream_of(stream), &args) })
-            .map_err(errors::of)
+        unsafe { self.gpu.enqueue(py, export, stream, &args) }
     }
 
     /// `kv` are K and V.

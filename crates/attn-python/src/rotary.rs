@@ -4,25 +4,14 @@ use attn::{
     RotaryStyle,
     backends::cuda::native::{DeviceAddress, Dtype as CudaDtype, RotaryArgs, RotaryQueries},
 };
-use pyo3::{prelude::*, types::PyCapsule};
+use pyo3::prelude::*;
 
 use crate::{
+    arrays::RotaryArrays,
     dlpack::{Array, Dtype},
     errors,
     gpu::Gpu,
 };
-
-/// How an append rotates K and queries, as capsules of device arrays.
-#[derive(FromPyObject)]
-pub struct RotaryArrays<'py> {
-    /// Floats `[positions, rotary_dim]`: cosines of a position's pairs, then their sines.
-    cos_sin: Bound<'py, PyCapsule>,
-    /// int64 `[tokens]`; none for the tokens' numbers in their sequences.
-    positions: Option<Bound<'py, PyCapsule>>,
-    /// `[tokens, heads, dim]` in K's type, rotated in place.
-    q: Option<Bound<'py, PyCapsule>>,
-    interleaved: bool,
-}
 
 impl RotaryArrays<'_> {
     /// What the launch takes, for K of this type, so many tokens, and queries of this shape.

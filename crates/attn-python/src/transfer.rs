@@ -7,9 +7,10 @@ use attn::backends::cuda::native::{
 use pyo3::{prelude::*, types::PyCapsule};
 
 use crate::{
+    arrays::{MergeArrays, SpanMergeArrays},
     dlpack::{Array, Dtype},
     errors,
-    gpu::{Gpu, elements, stream_of},
+    gpu::{Gpu, elements},
 };
 
 /// What `attn.torch.copy_pages` and `attn.torch.merge` are built on.
@@ -88,28 +89,15 @@ impl Transfer {
             pairs: self.gpu.memory(&pairs, &[Dtype::I64], 0)?.address,
             num_pairs: pairs.shape[0],
         };
-        let gpu = self.gpu.cuda()?;
         // SAFETY: the arrays' memory is as large as `Pages` says and lives until the stream's work has run, by their library; host memory is
         // pinned, as `attn.torch.copy_pages` checks, so that the device addresses it as the host does; pages outside are skipped. That no page is written that another pair reads or writes is the caller's contract.
-        py.detach(|| unsafe { gpu.enqueue(&self.copy_pages, stream_of(stream), &args) })
-            .map_err(errors::of)
+        unsafe { self.gpu.enqueue(py, &self.copy_pages, stream, &args) }
     }
 
     /// Merges `outs` `[shards, rows, dim]` and `lses` float32 `[shards, rows]` into `out` `[rows, dim]` and `lse` `[rows]`.
-    #[allow(
-        clippy::too_many_arguments,
-        reason = "a function of Python's: two inputs, two outputs, the stream"
-    )]
-    fn merge(
-        &self,
-        py: Python<'_>,
-        outs: &Bound<'_, PyCapsule>,
-        lses: &Bound<'_, PyCapsule>,
-        out: &Bound<'_, PyCapsule>,
-        lse: &Bound<'_, PyCapsule>,
-        stream: u64,
-    ) -> PyResult<()> {
-        let (outs, out) = (Array::new("outs", outs)?, Array::new("out", out)?);
+    fn merge(&self, py: Python<'_>, arrays: MergeArrays<'_>, stream: u64) -> PyResult<()> {
+        let outs = Array::new("outs", &arrays.outs)?;
+        let out = Array::new("out", &arrays.out)?;
         outs.check_rank(3, "[shards, rows, dim]")?;
         if out.shape != outs.shape[1..] {
             return Err(errors::shape(format!(
@@ -126,21 +114,19 @@ impl Transfer {
         };
         let args = MergeStatesArgs {
             outs: from.address,
-            lses: lse_of("lses", lses, states.saturating_mul(rows))?,
+            lses: lse_of("lses", &arrays.lses, states.saturating_mul(rows))?,
             out_stride: rows.saturating_mul(head_dim),
             lse_stride: rows,
             in_dtype,
             out: to.address,
             out_dtype,
-            lse: lse_of("lse", lse, rows)?,
+            lse: lse_of("lse", &arrays.lse, rows)?,
             states,
             rows,
             head_dim,
         };
-        let gpu = self.gpu.cuda()?;
         // SAFETY: the arrays have these shapes and lie on the device, and `attn.torch.merge` allocates the outputs, so that they overlap nothing.
-        py.detach(|| unsafe { gpu.enqueue(&self.merge, stream_of(stream), &args) })
-            .map_err(errors::of)
+        unsafe { self.gpu.enqueue(py, &self.merge, stream, &args) }
     }
 }
 
@@ -151,24 +137,6 @@ pub struct MergeSpans {
     dim: usize,
     has_scale: bool,
     merge: Prepared<MergeSpansArgs>,
-}
-
-/// What a merge of spans reads and writes, as capsules of device arrays.
-#[derive(FromPyObject)]
-pub struct MergeArrays<'py> {
-    /// float32 `[states, query tokens, heads, 2]`.
-    max_sums: Bound<'py, PyCapsule>,
-    /// float32 `[states, query tokens, heads, dim]`.
-    o: Bound<'py, PyCapsule>,
-    /// `[query tokens, heads, dim]`.
-    out: Bound<'py, PyCapsule>,
-    /// float32 `[query tokens, heads]`.
-    lse: Bound<'py, PyCapsule>,
-    /// float32 `[heads]`.
-    sinks: Option<Bound<'py, PyCapsule>>,
-    /// float32 `[KV heads]`, for formats with static scales.
-    v_scales: Option<Bound<'py, PyCapsule>>,
-    kv_heads: usize,
 }
 
 #[pymethods]
@@ -195,7 +163,7 @@ impl MergeSpans {
     }
 
     /// Merges and finishes.
-    fn merge(&self, py: Python<'_>, arrays: MergeArrays<'_>, stream: u64) -> PyResult<()> {
+    fn merge(&self, py: Python<'_>, arrays: SpanMergeArrays<'_>, stream: u64) -> PyResult<()> {
         let o = Array::new("o", &arrays.o)?;
         let out = Array::new("out", &arrays.out)?;
         let shape = format!("[states, query tokens, heads, {}]", self.dim);
@@ -234,9 +202,7 @@ impl MergeSpans {
                 true => list("v_scales", arrays.v_scales.as_ref(), arrays.kv_heads)?,
             },
         };
-        let gpu = self.gpu.cuda()?;
         // SAFETY: the arrays have these shapes and lie on the device, and `attn.torch.merge_spans` allocates the outputs, so that they overlap nothing.
-        py.detach(|| unsafe { gpu.enqueue(&self.merge, stream_of(stream), &args) })
-            .map_err(errors::of)
+        unsafe { self.gpu.enqueue(py, &self.merge, stream, &args) }
     }
 }

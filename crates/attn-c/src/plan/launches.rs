@@ -170,7 +170,7 @@ pub unsafe extern "C" fn attn_plan_attend_spans(
 }
 
 /// Appends as many new tokens to each sequence, and attends: what attn_plan_append_slots and attn_plan_attend do, with the same bits, in less time.
-/// `tokens` has `each` tokens of the first sequence, then those of the next; their places are the last ones of `pages->lengths`. With `tokens->rotary`, K
+/// `tokens` has `each` tokens of the first sequence, then those of the next; their places are the last ones of `pages->kv_lens`. With `tokens->rotary`, K
 /// is rotated by its positions before it is stored, and rotary.q to where `rows->q` reads it, in the same launch; the plan was created with
 /// attn_plan_config.rotary then.
 ///

@@ -51,7 +51,7 @@ pub struct Checked {
 /// # Safety
 /// The entry of every instance takes one [`Op::Params`], and with a parameter block that [`Op::params`] gives for a shape, and [`Op::grid`] beside it, each
 /// kernel of the shape keeps to the memory that the type documents.
-pub unsafe trait Op: Copy + Debug {
+pub unsafe trait Op: Copy + Debug + Send + Sync {
     /// What all launches by the same kernels have in common, such as the layout of a page.
     type Shape: Clone + Debug + Send + Sync;
     /// The kernels' parameter block.

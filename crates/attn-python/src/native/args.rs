@@ -8,11 +8,10 @@ use pyo3::{prelude::*, types::PyCapsule};
 
 use super::Plan;
 use crate::{
-    arrays::{AttendArrays, ExportArrays},
+    arrays::{AttendArrays, ExportArrays, RotaryArrays},
     dlpack::{Array, Dtype},
     errors,
     gpu::OnDevice,
-    rotary::RotaryArrays,
 };
 
 impl Plan {

@@ -159,8 +159,8 @@ impl Plan {
     /// The sequences of an attention in another engine's pages.
     pub(super) fn kv_of_rows(&self, rows: &RowArrays<'_>) -> PyResult<DeviceKv> {
         let format = self.layout.format();
-        let (k, k_strides, num_pages) = self.paged_rows(("k_cache", format.k), &rows.k_cache)?;
-        let (v, v_strides, v_pages) = self.paged_rows(("v_cache", format.v), &rows.v_cache)?;
+        let (k, k_strides, num_pages) = self.paged_rows(("k_cache", format.k), &rows.k)?;
+        let (v, v_strides, v_pages) = self.paged_rows(("v_cache", format.v), &rows.v)?;
         if num_pages != v_pages {
             return Err(errors::shape(format!(
                 "k_cache has {num_pages} pages, and v_cache {v_pages}; pass as many of both"

@@ -7,7 +7,7 @@ from typing import Optional, Tuple
 import torch
 
 from .._errors import ParameterError
-from ._plan import _PLANS, Plan, Rotary, _capsule, _check_queries, _Rows
+from ._plan import _PLANS, Plan, Rotary, _arguments, _check_queries
 
 
 def _plan(number: int) -> Plan:
@@ -83,7 +83,7 @@ def attend_rows(
     out, lse = _room_for_results(q)
     # DLPack has no name for fp8, and int8 codes are bytes.
     k_cache, v_cache = (x.view(torch.uint8) if x.element_size() == 1 else x for x in (k_cache, v_cache))
-    rows = _Rows(*map(_capsule, (k_cache, v_cache, page_table, kv_lens, own._k_scales, own._v_scales)))
+    rows = _arguments(k=k_cache, v=v_cache, page_table=page_table, kv_lens=kv_lens, k_scales=own._k_scales, v_scales=own._v_scales)
     own._plan.attend_rows(rows, own._arrays(q, out, lse), own._stream())
     return out, lse
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, Dict, Optional, Sequence, Tuple, Union
 
 import torch
@@ -12,62 +13,6 @@ from .. import _attn
 from .._arrays import torch_capsule
 from .._errors import ParameterError, ShapeError, UnsupportedError
 from .._options import Modifiers, count, counts, flag, format_name, numbers
-
-
-@dataclass
-class _PlanOptions:
-    format: str
-    heads: int
-    kv_heads: int
-    dim: int
-    page_size: int
-    q_lens: list
-    max_kv_len: int
-    rows: bool
-    rotary: bool
-    ragged: bool
-    spans: bool
-    modifiers: Modifiers
-
-
-@dataclass
-class _Pages:
-    pool: Any
-    page_table: Any
-    kv_lens: Any
-    residual_pages: Any
-    k_scales: Any
-    v_scales: Any
-
-
-@dataclass
-class _Rows:
-    k_cache: Any
-    v_cache: Any
-    page_table: Any
-    kv_lens: Any
-    k_scales: Any
-    v_scales: Any
-
-
-@dataclass
-class _Export:
-    k: Any
-    v: Any
-    row_starts: Any
-    first_tokens: Any
-    max_tokens: int
-
-
-@dataclass
-class _Arrays:
-    q: Any
-    out: Any
-    lse: Any
-    workspace: Any
-    query_blocks: Any
-    alibi_slopes: Any
-    sinks: Any
 
 
 @dataclass
@@ -88,12 +33,17 @@ class Rotary:
     q: Optional[torch.Tensor] = None
     interleaved: bool = False
 
-    def _capsules(self, q: Optional[torch.Tensor]) -> "Rotary":
-        return Rotary(*map(_capsule, (self.cos_sin, self.positions, q)), interleaved=bool(self.interleaved))
+    def _arguments(self, q: Optional[torch.Tensor]) -> SimpleNamespace:
+        return _arguments(cos_sin=self.cos_sin, positions=self.positions, q=q, interleaved=bool(self.interleaved))
 
 
 def _capsule(tensor: Optional[torch.Tensor]) -> Any:
     return None if tensor is None else torch_capsule("a tensor of a plan", tensor)
+
+
+def _arguments(**given: Any) -> SimpleNamespace:
+    """What the extension takes, attribute by attribute: tensors as capsules. Its names are those of the extension's struct, which a test compares."""
+    return SimpleNamespace(**{name: _capsule(x) if isinstance(x, torch.Tensor) else x for name, x in given.items()})
 
 
 def _check_queries(q: torch.Tensor) -> None:
@@ -167,7 +117,7 @@ class Plan:
             raise ParameterError(f"device is {device}; allowed: a CUDA device; attn.Cache works on the CPU")
         index = torch.cuda.current_device() if device.index is None else device.index
         self.device = torch.device("cuda", index)
-        options = _PlanOptions(
+        options = _arguments(
             format=format_name(format),
             heads=count("heads", heads, 1),
             kv_heads=count("kv_heads", kv_heads, 1),
@@ -219,29 +169,29 @@ class Plan:
         """An empty pool: uint8 `[pages, page_bytes]`."""
         return torch.zeros(count("pages", pages), self.page_bytes, dtype=torch.uint8, device=self.device)
 
-    def _pages(self, pool: torch.Tensor, page_table: Any, kv_lens: Any, residual_pages: Any) -> _Pages:
+    def _pages(self, pool: torch.Tensor, page_table: Any, kv_lens: Any, residual_pages: Any) -> SimpleNamespace:
         # An append by slots needs neither table nor lengths.
         empty = None
         if page_table is None:
             empty = torch.empty((len(self._options.q_lens), 0), dtype=torch.int32, device=self.device)
-        return _Pages(
-            pool=_capsule(pool),
-            page_table=_capsule(empty if page_table is None else page_table),
-            kv_lens=_capsule(empty if kv_lens is None else kv_lens),
-            residual_pages=_capsule(residual_pages),
-            k_scales=_capsule(self._k_scales),
-            v_scales=_capsule(self._v_scales),
+        return _arguments(
+            pool=pool,
+            page_table=empty if page_table is None else page_table,
+            kv_lens=empty if kv_lens is None else kv_lens,
+            residual_pages=residual_pages,
+            k_scales=self._k_scales,
+            v_scales=self._v_scales,
         )
 
-    def _arrays(self, q: torch.Tensor, out: Optional[torch.Tensor], lse: Optional[torch.Tensor]) -> _Arrays:
-        return _Arrays(
-            q=_capsule(q),
-            out=_capsule(out),
-            lse=_capsule(lse),
-            workspace=_capsule(self._workspace),
-            query_blocks=_capsule(self._blocks),
-            alibi_slopes=_capsule(self._slopes),
-            sinks=_capsule(self._sinks),
+    def _arrays(self, q: torch.Tensor, out: Optional[torch.Tensor], lse: Optional[torch.Tensor]) -> SimpleNamespace:
+        return _arguments(
+            q=q,
+            out=out,
+            lse=lse,
+            workspace=self._workspace,
+            query_blocks=self._blocks,
+            alibi_slopes=self._slopes,
+            sinks=self._sinks,
         )
 
     def _stream(self) -> int:
@@ -332,7 +282,8 @@ class Plan:
         o = torch.empty((self._plan.spans, *q.shape), **like)
         with torch.cuda.device(self.device):
             pages = self._pages(pool, page_table, kv_lens, residual_pages)
-            self._plan.attend_spans(pages, self._arrays(q, None, None), tuple(map(_capsule, (max_sums, o, tokens_after))), self._stream())
+            spans = _arguments(max_sums=max_sums, o=o, tokens_after=tokens_after)
+            self._plan.attend_spans(pages, self._arrays(q, None, None), spans, self._stream())
         return max_sums, o
 
     def attend_rows(
@@ -380,7 +331,7 @@ class Plan:
             pool, page_table, kv_lens, residual_pages: as for `attend`; the newest tokens are read as finely as a query at the end would.
         """
         with torch.cuda.device(self.device):
-            rows = _Export(*map(_capsule, (k, v, row_starts, first_tokens)), max_tokens=count("max_tokens", max_tokens))
+            rows = _arguments(k=k, v=v, row_starts=row_starts, first_tokens=first_tokens, max_tokens=count("max_tokens", max_tokens))
             self._plan.export(self._pages(pool, page_table, kv_lens, residual_pages), rows, self._stream())
 
     def append_slots_now(
@@ -394,7 +345,7 @@ class Plan:
     ) -> None:
         """`append_slots` without an operator, for hosts that have one around this call."""
         pages = self._pages(pool, None, None, residual_pages)
-        rotary = None if rotary is None else rotary._capsules(rotary.q)
+        rotary = None if rotary is None else rotary._arguments(rotary.q)
         self._plan.append_slots(pages, (_capsule(k), _capsule(v)), _capsule(slots), self._stream(), rotary)
 
     def attend_into(
@@ -441,10 +392,10 @@ class Plan:
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        pages: _Pages,
+        pages: SimpleNamespace,
         rotary: Optional[Rotary] = None,
     ) -> torch.Tensor:
         out = torch.empty_like(q)
-        rotary = None if rotary is None else rotary._capsules(q)
+        rotary = None if rotary is None else rotary._arguments(q)
         self._plan.step(pages, self._arrays(q, out, None), (_capsule(k), _capsule(v)), self._stream(), rotary)
         return out

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, Dict, Optional, Tuple
 
 import torch
@@ -11,23 +10,12 @@ from .. import _attn
 from .._errors import ParameterError, ShapeError, UnsupportedError
 from .._options import count
 from .._spans import merge_spans as _merge_on_host
-from ._plan import _capsule
+from ._plan import _arguments, _capsule
 
 # Their kernels, by the GPU's index.
 _TRANSFERS: Dict[int, Any] = {}
 # Merges of spans, by the GPU's index, the format and the head's dims.
 _MERGES: Dict[Tuple[int, str, int], Any] = {}
-
-
-@dataclass
-class _Spans:
-    max_sums: Any
-    o: Any
-    out: Any
-    lse: Any
-    sinks: Any
-    v_scales: Any
-    kv_heads: int
 
 
 def merge(outs: torch.Tensor, lses: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor]:
@@ -87,7 +75,7 @@ def merge_spans(
             v_scales = torch.ones(kv_heads, dtype=torch.float32, device=o.device)
         out = torch.empty(o.shape[1:], dtype=dtype or torch.float32, device=o.device)
         lse = torch.empty(o.shape[1:3], dtype=torch.float32, device=o.device)
-        arrays = _Spans(*map(_capsule, (max_sums, o, out, lse, sinks, v_scales)), kv_heads=kv_heads)
+        arrays = _arguments(max_sums=max_sums, o=o, out=out, lse=lse, sinks=sinks, v_scales=v_scales, kv_heads=kv_heads)
         _MERGES[key].merge(arrays, torch.cuda.current_stream().cuda_stream)
     return out, lse
 
@@ -105,8 +93,8 @@ def _merge(outs: torch.Tensor, lses: torch.Tensor) -> Tuple[torch.Tensor, torch.
     if outs.is_cuda and outs.size(3) % 4 == 0 and 0 < outs.size(3) <= 256 and hasattr(_attn, "NativeTransfer"):
         out, lse = torch.empty_like(outs[0], memory_format=torch.contiguous_format), torch.empty_like(lses[0])
         with torch.cuda.device(outs.device):
-            arrays = (outs.contiguous().flatten(1, 2), lses, out.flatten(0, 1), lse)
-            _transfer(outs.device).merge(*map(_capsule, arrays), torch.cuda.current_stream().cuda_stream)
+            arrays = _arguments(outs=outs.contiguous().flatten(1, 2), lses=lses, out=out.flatten(0, 1), lse=lse)
+            _transfer(outs.device).merge(arrays, torch.cuda.current_stream().cuda_stream)
         return out, lse
     lse = torch.logsumexp(lses, 0)
     # A query that sees no token anywhere has weights 0, not NaN.
