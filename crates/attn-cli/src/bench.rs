@@ -1,30 +1,27 @@
 //! `attn bench`: named workloads on one backend, beside a pure read of as many bytes in the same run.
 //!
-//! Workloads and timers are those of `attn-bench`. `choice.rs` chooses the workloads, `report.rs` prints figures, `explain.rs` which kernel is chosen and why, `recorded.rs` reads earlier ones, `plot.rs` draws charts.
+//! Workloads and timers are those of `attn-bench`. `choice.rs` chooses the workloads, `report.rs` prints figures, `explain.rs` which kernel is chosen and why.
 
 mod choice;
 #[cfg(feature = "cuda")]
 mod explain;
-mod recorded;
 mod report;
 
-use std::{error::Error as _, path::PathBuf, time::Duration};
+use std::{error::Error as _, time::Duration};
 
 use anyhow::{Context, Result, bail, ensure};
 use attn::{BackendId, Error, Selection};
 use attn_bench::{Timer, Workload, cpu::CpuTimer};
 use choice::{CustomArgs, chosen, default_names};
 use indicatif::{ProgressBar, ProgressStyle};
-use recorded::recorded;
-use report::{HEADER, bf16_us, line, list, value};
+use report::{HEADER, bf16_us, line, list};
 use serde_json::json;
 
 use crate::{
-    Backends,
+    attn_eval::ChartArgs,
     console::Console,
     measured::{Figures, Outcome, Row},
-    plot,
-    target::Target,
+    program::Backends,
     threads::per_core,
 };
 
@@ -45,28 +42,17 @@ pub struct BenchArgs {
     #[arg(long, value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
     runs: Option<u32>,
     /// Print names and bytes, and stop.
-    #[arg(long, conflicts_with_all = ["plot", "threads", "runs"])]
+    #[arg(long, conflicts_with_all = ["threads", "runs"])]
     list: bool,
     /// Print the CUDA kernels that cover each workload, their estimated times and the choice, for the GPU that is here or else for an H200, and stop.
     #[cfg(feature = "cuda")]
-    #[arg(long, conflicts_with_all = ["backend", "list", "plot", "threads", "runs"])]
+    #[arg(long, conflicts_with_all = ["backend", "list", "threads", "runs"])]
     explain: bool,
     /// On the CPU, also what takes gigabytes of memory.
     #[arg(long)]
     large: bool,
-    /// Also draw into this SVG file: latency over context, share of the read over cache size, time over query rows, TFLOP/s over prompt length.
-    #[arg(long)]
-    plot: Option<PathBuf>,
-    /// Draw the figures of this CSV file (columns shape, us, read_us) instead of measuring.
-    #[arg(
-        long,
-        requires = "plot",
-        conflicts_with_all = ["names", "heads", "backend", "threads", "runs", "large"]
-    )]
-    recorded: Option<PathBuf>,
-    /// Replace the file of `--plot` if it exists.
-    #[arg(long, requires = "plot")]
-    force: bool,
+    #[command(flatten)]
+    charts: ChartArgs,
 }
 
 /// One timer, or on the CPU one for each number of threads.
@@ -139,6 +125,7 @@ fn measure(
 
 /// Measures the named workloads and prints one line each; whether no device failed.
 pub fn bench(args: &BenchArgs, console: &mut Console<'_>, backends: &Backends) -> Result<bool> {
+    args.charts.check()?;
     if args.list {
         let all = [String::new()];
         let names = if args.names.is_empty() {
@@ -149,17 +136,6 @@ pub fn bench(args: &BenchArgs, console: &mut Console<'_>, backends: &Backends) -
         list(&chosen(names)?, console)?;
         return Ok(true);
     }
-    // Refused before hours of measuring, not after.
-    let input = args.recorded.as_deref();
-    let plot = args.plot.as_deref();
-    let plot = plot.map(|path| Target::new(path, args.force, input));
-    let plot = plot.transpose()?;
-    if let (Some(file), Some(plot)) = (&args.recorded, &plot) {
-        let name = file.file_stem().unwrap_or_default().to_string_lossy();
-        let svg = plot::svg(&[name.into_owned()], &recorded(file)?)?;
-        plot.write(svg.as_bytes())?;
-        return Ok(true);
-    }
     // Whatever can be refused is refused before a device is opened.
     let mut workloads = args.custom.workloads()?;
     if !args.names.is_empty() {
@@ -168,7 +144,7 @@ pub fn bench(args: &BenchArgs, console: &mut Console<'_>, backends: &Backends) -
     #[cfg(feature = "cuda")]
     if args.explain {
         if workloads.is_empty() {
-            workloads = chosen(&default_names(BackendId::Cuda, false))?;
+            workloads = chosen(&default_names(BackendId::Cuda))?;
         }
         explain::explain(&workloads, console)?;
         return Ok(true);
@@ -178,15 +154,10 @@ pub fn bench(args: &BenchArgs, console: &mut Console<'_>, backends: &Backends) -
         None => best(console, backends)?,
     };
     if workloads.is_empty() {
-        workloads = chosen(&default_names(backend, args.plot.is_some()))?;
+        workloads = chosen(&default_names(backend))?;
     }
     let mut timers = timers(args, backend)?;
-    let devices: Vec<String> = timers.iter().map(|timer| timer.device()).collect();
-    let (rows, healthy) = measure_all(&mut timers, &workloads, args, console)?;
-    if let Some(plot) = plot {
-        plot.write(plot::svg(&devices, &rows)?.as_bytes())?;
-    }
-    Ok(healthy)
+    measure_all(&mut timers, &workloads, args, console)
 }
 
 /// The backend that `run` would take, after a remark on each better one that is absent.
@@ -214,7 +185,7 @@ fn measure_all(
     workloads: &[Workload],
     args: &BenchArgs,
     console: &mut Console<'_>,
-) -> Result<(Vec<Row>, bool)> {
+) -> Result<bool> {
     let (mut rows, mut values, mut healthy) = (Vec::new(), Vec::new(), true);
     let bar = progress(timers.len() * workloads.len())?;
     for (device, timer) in timers.iter_mut().enumerate() {
@@ -243,13 +214,13 @@ fn measure_all(
             let bf16 = bf16_us(&rows, &row);
             bar.inc(1);
             bar.suspend(|| console.table(line(&row, bf16)))?;
-            values.push(value(&row, &name, bf16));
+            values.push(row.value(&name, bf16));
             rows.push(row);
         }
     }
     bar.finish_and_clear();
     console.value(&json!(values))?;
-    Ok((rows, healthy))
+    Ok(healthy)
 }
 
 #[cfg(test)]

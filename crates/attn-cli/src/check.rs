@@ -6,7 +6,7 @@ use attn_conformance::Report;
 use indicatif::{ProgressBar, ProgressStyle};
 use serde_json::{Value, json};
 
-use crate::{Backends, console::Console};
+use crate::{console::Console, program::Backends};
 
 /// What a backend has kernels for, asked of itself: formats at head_dim 128, and the head_dims of `int8`.
 fn kernels(backend: &dyn DecodeAttention) -> (Vec<String>, Vec<usize>) {

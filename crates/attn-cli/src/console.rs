@@ -34,7 +34,6 @@ impl<'a> Console<'a> {
     }
 
     /// Prints a part of a line at once.
-    #[cfg(feature = "llm")]
     pub fn text(&mut self, text: impl fmt::Display) -> Result<(), PrintError> {
         write!(self.out, "{text}").map_err(PrintError)?;
         self.flush()

@@ -7,7 +7,11 @@ use attn::{
 use attn_cpu::CpuBackend;
 use clap::Parser;
 
-use crate::{Args, Backends, console::Console, dispatch, ending};
+use crate::{
+    Args,
+    console::Console,
+    program::{Backends, ending, run},
+};
 
 /// Changes outputs and log-sum-exps.
 pub type Fault = fn(&mut [f32], &mut [f32]);
@@ -87,8 +91,8 @@ pub fn program(args: &[&str], backends: &Backends) -> (u8, String, String) {
     let (mut out, mut err) = (Vec::new(), Vec::new());
     let args = Args::try_parse_from([&["attn"], args].concat()).expect("the arguments are legal");
     let mut console = Console::new(&mut out, &mut err);
-    let result = dispatch(args, &mut console, backends);
-    let code = ending(result, &mut console);
+    let result = run(args, &mut console, backends);
+    let code = ending::<Args>(result, &mut console);
     let text = |bytes| String::from_utf8(bytes).expect("the program prints UTF-8");
     (code, text(out), text(err))
 }

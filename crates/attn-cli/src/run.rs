@@ -11,11 +11,11 @@ use serde_json::{Value, json};
 
 use self::totals::{HEADER, Totals};
 use crate::{
-    Backends,
     bench::gpu_timer,
     console::Console,
     data::{Layer, Layers, Layout, load},
     figures::{greater, lse_difference},
+    program::Backends,
 };
 
 /// What `attn run` reads and compares.

@@ -4,6 +4,8 @@ mod program;
 
 use program::{Folder, attn, bundled, json, refused, run, text};
 
+const PROGRAM: &str = env!("CARGO_BIN_EXE_attn");
+
 #[test]
 fn run_prints_a_line_per_format() {
     let output = run(&["run", "--backend", "cpu", "--kv", "int8,int8/int4-g1"]);
@@ -43,25 +45,28 @@ fn devices_names_every_backend() {
     assert!(rows[2]["formats"].as_array().unwrap().len() >= 11, "{rows}");
 }
 
-#[cfg(not(feature = "llm"))]
 #[test]
-fn a_build_without_models_names_the_feature_and_the_command() {
-    for command in ["generate", "perplexity"] {
+fn commands_and_options_of_attn_eval_are_refused_with_its_name() {
+    for command in ["generate", "perplexity", "plot"] {
         for arguments in [
             &[command][..],
             &[command, "--model", "x", "text"],
             &[command, "--help"],
         ] {
-            let output = run(arguments);
-            let has_none = format!("this build has no `attn {command}`");
-            refused(
-                &output,
-                &[
-                    &has_none,
-                    "cargo build --release -p attn-cli --features llm",
-                ],
-            );
+            let way = format!("`cargo run --release -p attn-eval -- {command}`");
+            refused(&run(arguments), &[&format!("`attn {command}`"), &way]);
         }
+    }
+    for arguments in [
+        &["--plot", "x.svg", "context/"][..],
+        &["--plot", "x.svg", "--force"],
+        &["--recorded", "x.csv", "--plot", "x.svg", "--force"],
+    ] {
+        let output = run(&[&["bench"], arguments].concat());
+        refused(
+            &output,
+            &["attn bench --json", "-p attn-eval -- plot FILE SVG"],
+        );
     }
 }
 
@@ -216,24 +221,6 @@ fn bench_says_why_a_shape_has_no_figure() {
         &run(&["bench", "no-such-shape"]),
         &["no-such-shape", "--list"],
     );
-}
-
-#[test]
-fn bench_draws_what_it_measured() {
-    let folder = Folder::new();
-    let path = folder.path("bench.svg");
-    let output = run(&[
-        "bench",
-        "--runs",
-        "1",
-        "--plot",
-        &path,
-        "context/8-2-ctx1024",
-        "context/8-2-ctx4096",
-    ]);
-    assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
-    let svg = std::fs::read_to_string(path).unwrap();
-    assert!(svg.contains("8/2 int8") && svg.contains("</svg>"), "{svg}");
 }
 
 #[test]

@@ -6,6 +6,8 @@ use std::fs;
 
 use program::{DIM, Folder, HEADS, TOKENS, input, json, numbers, refused, run, tensor, text};
 
+const PROGRAM: &str = env!("CARGO_BIN_EXE_attn");
+
 #[test]
 fn equal_inputs_give_equal_bytes() {
     let folder = Folder::new();
@@ -117,26 +119,6 @@ fn an_existing_file_is_replaced_only_by_force() {
 }
 
 #[test]
-fn an_existing_chart_is_refused_before_anything_is_measured() {
-    let folder = Folder::new();
-    let chart = folder.path("chart.svg");
-    fs::write(&chart, "mine").unwrap();
-    let shapes = ["context/8-2-ctx1024", "context/8-2-ctx4096"];
-    let bench = [&["bench", "--runs", "1", "--plot", &chart], &shapes[..]].concat();
-    refused(&run(&bench), &["chart.svg exists", "--force"]);
-    assert_eq!(fs::read(&chart).unwrap(), b"mine");
-    let nowhere = folder.path("no/such/folder.svg");
-    refused(
-        &run(&["bench", "--plot", &nowhere, "context/"]),
-        &["folder does not exist"],
-    );
-    let output = run(&[&bench[..], &["--force"]].concat());
-    assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
-    assert!(fs::read_to_string(&chart).unwrap().contains("</svg>"));
-    assert_eq!(folder.names(), ["chart.svg"]);
-}
-
-#[test]
 fn an_input_under_another_name_is_never_the_output() {
     let folder = Folder::new();
     let file = input(&folder, "in", "one");
@@ -167,10 +149,9 @@ fn a_write_that_fails_leaves_the_old_file_and_no_other() {
     let file = input(&folder, "in", "one");
     let limited = |output: &str, force: &str| {
         let script = "trap '' XFSZ; ulimit -f 1; exec \"$@\"";
-        let program = env!("CARGO_BIN_EXE_attn");
         let args = ["quantize", &file, output, "--kv", "int8"];
         let mut shell = std::process::Command::new("sh");
-        shell.args(["-c", script, "sh", program]).args(args);
+        shell.args(["-c", script, "sh", PROGRAM]).args(args);
         shell.args((!force.is_empty()).then_some(force));
         shell.output().expect("a shell")
     };

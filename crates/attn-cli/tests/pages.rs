@@ -6,6 +6,8 @@ use std::fs;
 
 use program::{DIM, Folder, HEADS, attn, input, json, numbers, refused, run, tensor, text};
 
+const PROGRAM: &str = env!("CARGO_BIN_EXE_attn");
+
 /// Writes a file with other metadata in place of `from`, as one without a checksum, so that the rest of it is what is checked.
 fn with_metadata(bytes: &[u8], from: &str, to: &str, path: &str) {
     let header = u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;

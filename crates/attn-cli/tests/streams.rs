@@ -7,6 +7,8 @@ use std::{ffi::OsStr, io};
 use program::{Folder, attn, json, refused, run, text};
 use serde_json::Value;
 
+const PROGRAM: &str = env!("CARGO_BIN_EXE_attn");
+
 /// A pipe whose reader is gone.
 fn closed() -> io::PipeWriter {
     let (reader, writer) = io::pipe().expect("a pipe");

@@ -37,7 +37,9 @@ impl Products {
             Products::Cuda if !candle_core::utils::cuda_is_available() => Err(Error::Request {
                 what: "the device of products",
                 given: "cuda, which this build lacks".to_owned(),
-                allowed: "cpu; build with the feature llm-cuda where CUDA's compiler is".to_owned(),
+                allowed:
+                    "cpu; build attn-eval with the feature products-cuda where CUDA's compiler is"
+                        .to_owned(),
             }),
             Products::Cuda => Ok(Device::new_cuda(0)?),
         }

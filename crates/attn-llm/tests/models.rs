@@ -263,7 +263,7 @@ fn products_that_cannot_be_had_are_refused_with_a_sentence() {
     assert!(text.contains("need a GGUF file"), "{text}");
     if !cfg!(feature = "cuda") {
         let text = refusal(Products::Cuda);
-        assert!(text.contains("feature llm-cuda"), "{text}");
+        assert!(text.contains("feature products-cuda"), "{text}");
     }
     let text = "int9".parse::<Products>().unwrap_err().to_string();
     assert!(text.contains("f32, packed, cuda"), "{text}");

@@ -83,11 +83,10 @@ impl CustomArgs {
 /// The most sequences of a workload of one's own.
 const MOST_SEQUENCES: usize = 1 << 16;
 
-/// The names that a backend's targets use; `plots` asks for those that a plot needs.
-pub(super) fn default_names(backend: BackendId, plots: bool) -> Vec<String> {
+/// The names that a backend's targets use.
+pub(super) fn default_names(backend: BackendId) -> Vec<String> {
     let names: &[&str] = match backend {
         BackendId::Cuda => &[""],
-        BackendId::Cpu if plots => &["single/32-8", "context/"],
         BackendId::Cpu => &["single/"],
         _ => &["gqa8/batch32/", "gqa8/batch512/", "single/32-8-ctx8192/"],
     };

@@ -1,15 +1,11 @@
-//! What `attn bench` prints: rows of a table, and the same figures as JSON.
+//! What `attn bench` prints as tables; `Row::value` has the same figures as JSON.
 
 use anyhow::Result;
 use attn::{KvFormat, Scheme};
 use attn_bench::Workload;
 use serde_json::{Value, json};
 
-use crate::{
-    console::Console,
-    figures::{gb_per_s, number},
-    measured::Row,
-};
+use crate::{console::Console, figures::gb_per_s, measured::Row};
 
 /// bf16's time for the same workload, where it has been measured before.
 pub(super) fn bf16_us(rows: &[Row], row: &Row) -> Option<f64> {
@@ -59,37 +55,6 @@ fn rate(row: &Row, us: f64) -> String {
         ),
         None => format!("{rate:.1}"),
     }
-}
-
-/// A row's figures as JSON.
-pub(super) fn value(row: &Row, device: &str, bf16: Option<f64>) -> Value {
-    let bytes = row.workload.bytes() as f64;
-    let mut value = json!({ "device": device, "shape": row.workload.to_string(), "bytes": bytes });
-    let Value::Object(map) = &mut value else {
-        return value;
-    };
-    let mut put = |name: &str, x: Value| map.insert(name.to_owned(), x);
-    match &row.outcome {
-        Ok(f) => {
-            put("us", number(f.us));
-            put("tflop_per_s", number(row.tflop_per_s(f.us)));
-            if let Some(peak) = row.peak {
-                put("peak_tflop_per_s", number(peak / 1e12));
-            }
-            put("us_min", number(f.measured.step.min));
-            put("us_median", number(f.measured.step.median));
-            put("gb_per_s", number(gb_per_s(bytes, f.us)));
-            put("read_us", number(f.read_us));
-            put("read_us_min", number(f.measured.ceiling.min));
-            put("read_us_median", number(f.measured.ceiling.median));
-            put("share", number(f.share()));
-            put("bf16_us", bf16.map_or(Value::Null, number));
-        }
-        Err(reason) => {
-            put("reason", json!(reason));
-        }
-    }
-    value
 }
 
 /// Prints the names and bytes of workloads.

@@ -84,7 +84,7 @@ fn measured(
     let args = args(words);
     let workloads = chosen(&args.names).unwrap();
     let mut timers = vec![Box::new(fake(measure)) as Box<dyn Timer>];
-    let (_, healthy) = measure_all(&mut timers, &workloads, &args, &mut console).unwrap();
+    let healthy = measure_all(&mut timers, &workloads, &args, &mut console).unwrap();
     (String::from_utf8(out).unwrap(), healthy)
 }
 
@@ -278,11 +278,9 @@ fn bf16_beside_a_row_is_of_the_same_shape() {
 
 #[test]
 fn each_backend_has_default_workloads() {
-    assert_eq!(default_names(BackendId::Cuda, false), [""]);
-    assert_eq!(default_names(BackendId::Cpu, false), ["single/"]);
-    let plotted = default_names(BackendId::Cpu, true);
-    assert_eq!(plotted, ["single/32-8", "context/"]);
-    assert_eq!(default_names(BackendId::Wgpu, true).len(), 3);
+    assert_eq!(default_names(BackendId::Cuda), [""]);
+    assert_eq!(default_names(BackendId::Cpu), ["single/"]);
+    assert_eq!(default_names(BackendId::Wgpu).len(), 3);
 }
 
 #[test]

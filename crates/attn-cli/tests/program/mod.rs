@@ -1,4 +1,4 @@
-//! The program as the tests start it, and small safetensors files for it.
+//! The program as the tests start it, and small safetensors files for it. A test target's root names the program: `const PROGRAM`.
 
 #![allow(dead_code, reason = "not every test uses all of it")]
 
@@ -12,9 +12,11 @@ use std::{
 use safetensors::{Dtype, SafeTensors, tensor::TensorView};
 use serde_json::Value;
 
+use crate::PROGRAM;
+
 /// The program with arguments, and none of the variables that it reads.
 pub fn attn(args: &[&str]) -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_attn"));
+    let mut command = Command::new(PROGRAM);
     for name in [
         "ATTN_BACKEND",
         "ATTN_TABLE",
@@ -28,7 +30,7 @@ pub fn attn(args: &[&str]) -> Command {
 }
 
 pub fn run(args: &[&str]) -> Output {
-    attn(args).output().expect("attn starts")
+    attn(args).output().expect("the program starts")
 }
 
 pub fn text(bytes: &[u8]) -> String {

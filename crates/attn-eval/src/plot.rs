@@ -1,19 +1,18 @@
-//! `attn bench --plot`: latency over context, share of the read ceiling over cache size, time over query rows, and rate over prompt length, as one
+//! `attn-eval plot`: latency over context, share of the read ceiling over cache size, time over query rows, and rate over prompt length, as one
 //! SVG file.
 
 mod curves;
-#[cfg(feature = "llm")]
 mod fidelity;
 mod style;
 #[cfg(test)]
 mod tests;
 
-use std::ops::Range;
+use std::{ops::Range, path::PathBuf};
 
 use anyhow::{Result, anyhow, ensure};
 use attn::KvFormat;
+use attn_cli::{measured::Row, target::Target};
 use curves::{Curve, latency, prompts, query_rows, share};
-#[cfg(feature = "llm")]
 pub use fidelity::fidelity;
 use plotters::{
     coord::ranged1d::{AsRangedCoord, ValueFormatter},
@@ -21,7 +20,26 @@ use plotters::{
 };
 use style::{Area, COLOURS, DASHES, Mark, draw_key};
 
-use crate::measured::Row;
+use crate::recorded::{Recorded, read};
+
+/// What `attn-eval plot` reads and writes.
+#[derive(clap::Args)]
+pub struct PlotArgs {
+    /// The figures: what `attn bench --json` printed, or a CSV file with the columns shape, us and read_us.
+    file: PathBuf,
+    /// The SVG file to write: latency over context, share of the read over cache size, time over query rows, TFLOP/s over prompt length.
+    svg: PathBuf,
+    /// Replace the SVG file if it exists.
+    #[arg(long)]
+    force: bool,
+}
+
+/// Draws the figures of a file.
+pub fn plot(args: &PlotArgs) -> Result<()> {
+    let target = Target::new(&args.svg, args.force, Some(&args.file))?;
+    let Recorded { devices, rows } = read(&args.file)?;
+    target.write(svg(&devices, &rows)?.as_bytes())
+}
 
 /// Pixels beside a chart for its legend.
 const LEGEND: u32 = 186;
@@ -174,7 +192,7 @@ const CHART: (u32, u32) = (750, 530);
 const TITLE: u32 = 30;
 
 /// The charts that have curves, two side by side, as the text of an SVG file.
-pub fn svg(devices: &[String], rows: &[Row]) -> Result<String> {
+fn svg(devices: &[String], rows: &[Row]) -> Result<String> {
     let panels = panels(devices, rows);
     let shown: Vec<&Panel> = panels.iter().filter(|p| !p.curves.is_empty()).collect();
     ensure!(

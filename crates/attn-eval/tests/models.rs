@@ -1,15 +1,18 @@
-//! `attn generate` and `attn perplexity` on a small random model that the test writes.
+//! `attn-eval generate` and `attn-eval perplexity` on a small random model that the test writes.
 
+#[path = "../../attn-cli/tests/program/mod.rs"]
 mod program;
 
 #[cfg(feature = "hub")]
-#[path = "llm/hub.rs"]
+#[path = "models/hub.rs"]
 mod hub;
-#[path = "llm/tiny.rs"]
+#[path = "models/tiny.rs"]
 mod tiny;
 
 use program::*;
 use serde_json::Value;
+
+const PROGRAM: &str = env!("CARGO_BIN_EXE_attn-eval");
 
 /// A folder with the model, and its path.
 fn model() -> (Folder, String) {

@@ -1,9 +1,9 @@
 //! Tests of curves, marks and whole SVG files.
 
 use attn_bench::{CacheLayout, Measured, Operation, Timing, Workload, workloads};
+use attn_cli::measured::Figures;
 
 use super::{curves::plain, *};
-use crate::measured::Figures;
 
 fn workload(name: &str) -> Workload {
     let found = workloads().into_iter().find(|s| s.to_string() == name);

@@ -2,8 +2,7 @@
 
 use attn::{Arithmetic, KvFormat};
 use attn_bench::{CacheLayout, Operation, presets::ROWS_CTX};
-
-use crate::measured::Row;
+use attn_cli::measured::Row;
 
 /// The points of one line: a format has a colour and a mark; a device, attention without a mask, and fast arithmetic, a stroke.
 pub(super) struct Curve {

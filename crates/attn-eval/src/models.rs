@@ -1,4 +1,4 @@
-//! `attn generate` and `attn perplexity`: a whole model, from its file to text, over a cache of any format.
+//! `attn-eval generate` and `attn-eval perplexity`: a whole model, from its file to text, over a cache of any format.
 
 use std::{
     fs,
@@ -8,13 +8,12 @@ use std::{
 
 use anyhow::{Context, Result, anyhow, ensure};
 use attn::{DecodeAttention, KvFormat};
+use attn_cli::{console::Console, figures::number, program::Backends, target::Target};
 use attn_llm::{
     Comparison, Event, Fidelity, Generation, Model, Options, PagedKv, Products, Tokenizer,
 };
 use indicatif::{ProgressBar, ProgressStyle};
 use serde_json::{Value, json};
-
-use crate::{Backends, console::Console, figures::number, target::Target};
 
 /// The model, and where its attention runs.
 #[derive(clap::Args)]
@@ -23,7 +22,7 @@ struct ModelArgs {
     /// also a name on huggingface.co: owner/model or owner/model/FILE.gguf, @revision behind the model.
     #[arg(long, value_name = "PATH")]
     model: PathBuf,
-    /// Matrix products: f32; packed: with a GGUF file's own blocks and activations in 8 bits; cuda: in f32 on a GPU, with the feature `llm-cuda`.
+    /// Matrix products: f32; packed: with a GGUF file's own blocks and activations in 8 bits; cuda: in f32 on a GPU, with the feature `products-cuda`.
     #[arg(long, default_value_t)]
     products: Products,
     /// cuda, wgpu or cpu, for attention; the best present by default.
@@ -34,7 +33,7 @@ struct ModelArgs {
     chunk: u32,
 }
 
-/// What `attn generate` reads.
+/// What `attn-eval generate` reads.
 #[derive(clap::Args)]
 pub struct GenerateArgs {
     #[command(flatten)]
@@ -62,7 +61,7 @@ pub struct GenerateArgs {
     prompts: Vec<String>,
 }
 
-/// What `attn perplexity` reads.
+/// What `attn-eval perplexity` reads.
 #[derive(clap::Args)]
 pub struct PerplexityArgs {
     #[command(flatten)]

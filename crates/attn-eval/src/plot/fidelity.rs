@@ -1,4 +1,4 @@
-//! `attn perplexity --plot`: the divergence of the next token over bytes per token, a mark for each format.
+//! `attn-eval perplexity --plot`: the divergence of the next token over bytes per token, a mark for each format.
 
 use anyhow::{Result, anyhow, ensure};
 use attn_llm::Fidelity;
