@@ -12,8 +12,8 @@ use crate::{
         SpansArgs, Stream, alibi_slopes_log2, launch_decode_as,
     },
     sizes,
-    staged_view::{PlacedView, StagedView},
-    staging::Lists,
+    staged_view::StagedView,
+    staging::{ListPlace, Lists},
     store::CudaPages,
 };
 
@@ -78,6 +78,67 @@ fn ints(what: &'static str, list: &[usize]) -> Result<Vec<i32>, Error> {
     ints.collect()
 }
 
+/// The lists that a launch reads, and the place of each among them: those that differ from call to call come first.
+struct AttentionLists {
+    all: Lists,
+    lens: ListPlace,
+    page_table: ListPlace,
+    residual_pages: ListPlace,
+    query_blocks: ListPlace,
+    slopes: ListPlace,
+    sinks: ListPlace,
+    tokens_after: ListPlace,
+    /// A view's static scales of K and V.
+    tensor_scales: [ListPlace; 2],
+}
+
+impl AttentionLists {
+    fn new(of: &Attention<'_>) -> Result<Self, Error> {
+        let (problem, scores) = (of.problem, &of.problem.scores);
+        let (tables, tensor_scales) = match &of.kv {
+            AttentionKv::Pages { tables, .. } => (Some(tables), [&[][..]; 2]),
+            AttentionKv::View(view) => {
+                let tables = view.pages().map(|pages| &pages.tables);
+                (tables, view.tensor_scales())
+            }
+        };
+        let slopes = alibi_slopes_log2(scores.alibi_slopes.as_deref().unwrap_or(&[]));
+        // Sinks of shards belong to the merge.
+        let sinks = scores.sinks.as_deref().filter(|_| of.rows.states.is_none());
+        let mut all = Lists::default();
+        Ok(AttentionLists {
+            lens: all.add(&ints("kv_len", &problem.kv_lens)?)?,
+            page_table: all.add(tables.map_or(&[], |tables| &tables.table))?,
+            residual_pages: all.add(tables.map_or(&[], |tables| &tables.residuals))?,
+            query_blocks: all.add(of.plan.query_blocks())?,
+            slopes: all.add(&slopes)?,
+            sinks: all.add(sinks.unwrap_or(&[]))?,
+            tokens_after: all.add(&ints("tokens_after", &problem.tokens_after)?)?,
+            tensor_scales: [all.add(tensor_scales[0])?, all.add(tensor_scales[1])?],
+            all,
+        })
+    }
+
+    /// Sequences in the pages of `pool`, on a device that has the lists from `base` on.
+    fn paged(
+        &self,
+        base: DeviceAddress,
+        pool: Pages,
+        tables: &DeviceTables,
+        tensor_scales: [DeviceAddress; 2],
+    ) -> PagedSequences {
+        PagedSequences {
+            pool,
+            page_table: self.page_table.at(base),
+            page_table_stride: tables.stride,
+            residual_pages: self.residual_pages.at(base),
+            residual_slots: tables.slots,
+            kv_lens: self.lens.at(base),
+            tensor_scales,
+        }
+    }
+}
+
 impl Attention<'_> {
     /// Copies the call's lists where they differ from those of the call before, and enqueues the launch.
     ///
@@ -85,7 +146,8 @@ impl Attention<'_> {
     /// - `stream` is one that [`CallMemory::lists`] takes.
     /// - `rows` are as many as the problem says, in device memory of their types, aligned to 16 bytes, and stay so until the work has run; outputs overlap nothing that
     ///   runs meanwhile. Queries are finite and in range.
-    /// - K and V are the problem's: pages of a live store, or a view that the step has compared with the problem and whose copies are ahead on the stream.
+    /// - K and V are the problem's: pages of a live store, or a view that the step has compared with the problem, whose parts are copied to `view_at` ahead on the
+    ///   stream and stay there until the work has run.
     /// - `plan` is for the problem with sequences that are as long or longer, for K and V that lie so, and leaves states where `rows` has room for them.
     pub(crate) unsafe fn enqueue(
         &self,
@@ -93,81 +155,28 @@ impl Attention<'_> {
         memory: &mut CallMemory,
         stream: Stream,
     ) -> Result<(), Error> {
-        let Attention {
-            problem,
-            plan,
-            rows,
-            kv,
-            view_at,
-        } = self;
-        let mut lists = Lists::default();
-        let lens = lists.add(&ints("kv_len", &problem.kv_lens)?)?;
-        let tables = match kv {
-            AttentionKv::Pages { tables, .. } => Some(tables),
-            AttentionKv::View(view) => view.tables(),
-        };
-        let table = lists.add(tables.map_or(&[], |tables| &tables.table))?;
-        let residuals = lists.add(tables.map_or(&[], |tables| &tables.residuals))?;
-        let blocks = lists.add(plan.query_blocks())?;
-        let slopes = problem.scores.alibi_slopes.as_deref();
-        let slopes = lists.add(&alibi_slopes_log2(slopes.unwrap_or(&[])))?;
-        // Sinks of shards belong to the merge.
-        let sinks = problem.scores.sinks.as_deref();
-        let sinks = sinks.filter(|_| rows.states.is_none());
-        let sinks = lists.add(sinks.unwrap_or(&[]))?;
-        let after = lists.add(&ints("tokens_after", &problem.tokens_after)?)?;
-        let scales = match kv {
-            AttentionKv::Pages { .. } => [&[][..]; 2],
-            AttentionKv::View(view) => view.tensor_scales(),
-        };
-        let scales = [lists.add(scales[0])?, lists.add(scales[1])?];
+        let Attention { plan, rows, .. } = self;
+        let lists = AttentionLists::new(self)?;
         // SAFETY: this function's contract.
-        let base = unsafe { memory.lists(device, &lists, stream) }?;
+        let base = unsafe { memory.lists(device, &lists.all, stream) }?;
         let sizes = [plan.workspace_bytes(), plan.zeroed_bytes()];
         // SAFETY: this function's contract.
         let workspace = unsafe { memory.workspace(device, sizes, stream) }?;
-        let paged = |pool, tables: &DeviceTables, tensor_scales| PagedSequences {
-            pool,
-            page_table: table.at(base),
-            page_table_stride: tables.stride,
-            residual_pages: residuals.at(base),
-            residual_slots: tables.slots,
-            kv_lens: lens.at(base),
-            tensor_scales,
-        };
-        let kv = match kv {
-            AttentionKv::Pages {
-                pool,
-                tensor_scales,
-                tables,
-            } => DeviceKv::Paged(paged(*pool, tables, *tensor_scales)),
-            AttentionKv::View(view) => {
-                let scales = scales.map(|list| list.at(base));
-                match view.placed(*view_at, lens.at(base), scales) {
-                    PlacedView::InPlace(rows) => DeviceKv::Rows(rows),
-                    PlacedView::Imported(import, pool, rows) => {
-                        let args = import.args(rows, pool, table.at(base), problem);
-                        // SAFETY: this function's contract: the step has compared the view's reach with its slices, by products that do not wrap, and strides beyond
-                        // 63 bits are multiplied by 0 alone. The table counts pages up to the longest length for each sequence, for which there is room.
-                        unsafe { native::enqueue(device, &import.native, stream.raw(), &args) }?;
-                        DeviceKv::Paged(paged(pool, &import.tables, rows.tensor_scales))
-                    }
-                }
-            }
-        };
+        // SAFETY: this function's contract; the lists are copied ahead on the same stream.
+        let kv = unsafe { self.kv(device, &lists, base, stream) }?;
         let args = DecodeArgs {
             q: rows.q,
             out: rows.out,
             dtype: rows.dtype,
             lse: rows.lse,
             kv,
-            query_blocks: blocks.at(base),
-            alibi_slopes: slopes.at(base),
-            sinks: sinks.at(base),
+            query_blocks: lists.query_blocks.at(base),
+            alibi_slopes: lists.slopes.at(base),
+            sinks: lists.sinks.at(base),
             workspace,
         };
         let states = rows.states.map(|[max_sums, o]| SpansArgs {
-            tokens_after: after.at(base),
+            tokens_after: lists.tokens_after.at(base),
             max_sums,
             o,
         });
@@ -176,5 +185,49 @@ impl Attention<'_> {
         unsafe { launch_decode_as(device, plan, stream.raw(), &args, 0, states.as_ref()) }?;
         memory.left_zero(plan.zeroed_bytes());
         Ok(())
+    }
+
+    /// K and V on the device, which has the lists from `base` on; brings a view that is not read in place into its pages.
+    ///
+    /// # Safety
+    /// Those of [`Attention::enqueue`]; the lists are copied ahead on the stream.
+    unsafe fn kv(
+        &self,
+        device: &Device,
+        lists: &AttentionLists,
+        base: DeviceAddress,
+        stream: Stream,
+    ) -> Result<DeviceKv, Error> {
+        let view = match &self.kv {
+            AttentionKv::Pages {
+                pool,
+                tensor_scales,
+                tables,
+            } => {
+                return Ok(DeviceKv::Paged(lists.paged(
+                    base,
+                    *pool,
+                    tables,
+                    *tensor_scales,
+                )));
+            }
+            AttentionKv::View(view) => view,
+        };
+        let tensor_scales = lists.tensor_scales.map(|list| list.at(base));
+        let rows = view.rows(self.view_at, lists.lens.at(base), tensor_scales);
+        let Some(pages) = view.pages() else {
+            return Ok(DeviceKv::Rows(rows));
+        };
+        let pool = pages.pool(self.view_at);
+        let args = pages.import_args(rows, pool, lists.page_table.at(base), self.problem);
+        // SAFETY: this function's contract. `DecodeStep::new` has compared the view's reach with its slices, by products that do not wrap, and strides beyond 63 bits are
+        // multiplied by 0 alone. The table counts pages up to the longest length for each sequence, and the parts have their bytes.
+        unsafe { native::enqueue(device, &pages.import, stream.raw(), &args) }?;
+        Ok(DeviceKv::Paged(lists.paged(
+            base,
+            pool,
+            &pages.tables,
+            tensor_scales,
+        )))
     }
 }

@@ -2,7 +2,8 @@
 //!
 //! [`open`] gives the backend behind the common trait; [`CudaBackend`] adds the [`native`] entry for engines: the caller's
 //! stream and buffers, nothing allocated or synchronized. Reading order: `attn_kernels::cuda` (which kernel, and how it is configured
-//! and launched), `images` and `image_cache` (where its image comes from), [`native`]; the kernels lie in `kernels/cuda`.
+//! and launched), `images` and `image_cache` (where its image comes from), [`native`], `attention` and `store` (one attention, one append), which `backend` calls with rows that
+//! it copies from the host, and `device_steps` with rows on the device; the kernels lie in `kernels/cuda`.
 //!
 //! Integer formats give the reference's bits (`docs/arithmetic.md`); `docs/cuda.md` says what each machine needs.
 

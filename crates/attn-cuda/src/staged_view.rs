@@ -24,7 +24,7 @@ pub(crate) fn layout_of(view: &KvView<'_>, pages: KvLayout) -> KvLayout {
 
 /// Pages that a view's rows are imported to.
 pub(crate) struct ViewPages {
-    pub(crate) native: Prepared<ImportArgs>,
+    pub(crate) import: Prepared<ImportArgs>,
     pub(crate) tables: DeviceTables,
     /// The offset of the pages.
     at: usize,
@@ -38,17 +38,15 @@ pub(crate) struct StagedView<'a> {
     pages: Option<ViewPages>,
 }
 
-/// A view on the device.
-pub(crate) enum PlacedView<'a> {
-    /// Rows that the kernels read.
-    InPlace(DeviceRows),
-    /// Rows to be brought into the pages first.
-    Imported(&'a ViewPages, Pages, DeviceRows),
-}
-
 impl ViewPages {
-    /// The import of the problem's rows into the pool.
-    pub(crate) fn args(
+    /// The pages, on a device that has the view's parts from `base` on.
+    pub(crate) fn pool(&self, base: DeviceAddress) -> Pages {
+        let count = self.tables.table.len();
+        Pages::new(base.offset(self.at), self.import.shape(), count)
+    }
+
+    /// The import of the problem's rows into the pages.
+    pub(crate) fn import_args(
         &self,
         rows: DeviceRows,
         pool: Pages,
@@ -92,7 +90,7 @@ impl<'a> StagedView<'a> {
                 let sizes = [tables.table.len(), layout.page_bytes()];
                 let bytes = sizes::product("bytes of a view in pages", &sizes)?;
                 Some(ViewPages {
-                    native: prepare_op(device, layout)?,
+                    import: prepare_op(device, layout)?,
                     tables,
                     at: parts.reserve(bytes)?,
                 })
@@ -106,9 +104,9 @@ impl<'a> StagedView<'a> {
         })
     }
 
-    /// The page table of imported rows.
-    pub(crate) fn tables(&self) -> Option<&DeviceTables> {
-        self.pages.as_ref().map(|pages| &pages.tables)
+    /// The pages that rows are imported to; none for those that are read in place.
+    pub(crate) fn pages(&self) -> Option<&ViewPages> {
+        self.pages.as_ref()
     }
 
     /// K's and V's static scales; none for schemes without.
@@ -116,32 +114,24 @@ impl<'a> StagedView<'a> {
         [self.view.k_tensor_scales(), self.view.v_tensor_scales()]
     }
 
-    /// The view on a device that has the parts from `base` on, with these lengths and static scales.
-    pub(crate) fn placed(
+    /// The rows, on a device that has the parts from `base` on, with these lengths and static scales.
+    pub(crate) fn rows(
         &self,
         base: DeviceAddress,
         kv_lens: DeviceAddress,
         tensor_scales: [DeviceAddress; 2],
-    ) -> PlacedView<'_> {
+    ) -> DeviceRows {
         let (view, format) = (self.view, self.view.format());
         let of = |[codes, scales]: [usize; 2], has_scales| {
             [base.offset(codes), base.offset(scales).given(has_scales)]
         };
-        let rows = DeviceRows {
+        DeviceRows {
             k: of(self.k, format.k.has_row_scales()),
             v: of(self.v, format.v.has_row_scales()),
             code_strides: [view.k().code_strides, view.v().code_strides],
             scale_strides: [view.k().scale_strides, view.v().scale_strides],
             kv_lens,
             tensor_scales,
-        };
-        match &self.pages {
-            None => PlacedView::InPlace(rows),
-            Some(pages) => {
-                let (layout, count) = (pages.native.shape(), pages.tables.table.len());
-                let pool = Pages::new(base.offset(pages.at), layout, count);
-                PlacedView::Imported(pages, pool, rows)
-            }
         }
     }
 }

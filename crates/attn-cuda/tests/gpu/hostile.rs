@@ -1,9 +1,9 @@
 //! What callers with bugs do to the safe interface: pinned memory that changes right after a call, stores that say of themselves what is
 //! not so, strides and sizes at the ends of their types. Each gets the CPU's bits or a typed error, and the GPU works on.
 
-use std::any::Any;
+use std::{any::Any, thread};
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, anyhow, bail, ensure};
 use attn_conformance::{case::noise, check::first_difference, trials::Trials};
 use attn_core::{
     Append, CacheAccess, CacheConfig, DecodeAttention, DecodeStep, Error, Heads, Int8Scale,
@@ -79,7 +79,7 @@ fn pinned<T: DeviceRepr + ValidAsZeroBits + Copy>(
     Ok(there)
 }
 
-/// Two sequences on both devices, and a decode of them.
+/// Some sequences on both devices, and a decode of them.
 struct Pair {
     gpu: KvCache,
     problem: Problem,
@@ -89,8 +89,13 @@ struct Pair {
 
 impl Pair {
     fn new(gpu: &CudaBackend) -> Result<Self> {
-        let (cpu, lens) = (CpuBackend::new(), vec![700, 65]);
-        let config = config(2, 2, 700);
+        Pair::of(gpu, &[700, 65])
+    }
+
+    fn of(gpu: &CudaBackend, lens: &[usize]) -> Result<Self> {
+        let cpu = CpuBackend::new();
+        let longest = lens.iter().copied().max().unwrap_or(0);
+        let config = config(2, lens.len(), longest);
         let (mut here, mut there) = (cpu.create_cache(&config)?, gpu.create_cache(&config)?);
         for (b, &len) in lens.iter().enumerate() {
             let [k, v] = [0, 1].map(|i| noise(10 + 2 * b as u64 + i, len * 2 * DIM));
@@ -103,7 +108,7 @@ impl Pair {
                 kv: 2,
                 dim: DIM,
             },
-            lens,
+            lens.to_vec(),
         );
         let q = noise(5, problem.rows() * DIM);
         let want = decode(&cpu, &problem, &q, KvSource::Cache(&here))?;
@@ -189,6 +194,26 @@ fn decoded_memory_is_free(gpu: &CudaBackend, pair: &Pair) -> Result<()> {
     let got = (out.to_vec(), lse.to_vec());
     q.fill(f32::NAN);
     equal("pinned queries and outputs", &got, &pair.want)
+}
+
+/// Calls over other caches, with other plans, from several threads: they share the memory in which the device keeps lists, rows and a workspace, one call at a time.
+fn threads_share_host_memory(gpu: &CudaBackend) -> Result<()> {
+    let all: [&[usize]; 4] = [&[700, 65], &[3], &[300, 1, 64, 129, 700], &[5000]];
+    thread::scope(|scope| {
+        let calls = all.map(|lens| {
+            scope.spawn(move || -> Result<()> {
+                for _ in 0..4 {
+                    let pair = Pair::of(gpu, lens)?;
+                    (0..4).try_for_each(|_| pair.works(gpu, "calls of other threads"))?;
+                }
+                Ok(())
+            })
+        });
+        for call in calls {
+            call.join().map_err(|_| anyhow!("a thread panicked"))??;
+        }
+        Ok(())
+    })
 }
 
 /// Somebody's store, which leads to a small one of this backend and claims other pages.
@@ -455,7 +480,8 @@ fn foreign_caches_are_refused(gpu: &CudaBackend) -> Result<()> {
 type Check = fn(&CudaBackend) -> Result<()>;
 
 /// Each kind of misuse, by name. compute-sanitizer counts what the driver refuses as errors: skip that test there.
-const CHECKS: [(&str, Check); 7] = [
+const CHECKS: [(&str, Check); 8] = [
+    ("several threads", threads_share_host_memory),
     ("appends from pinned memory", appended_memory_is_free),
     ("pages from pinned memory", written_memory_is_free),
     (
