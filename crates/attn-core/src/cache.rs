@@ -4,7 +4,7 @@
 //! every layer in the backend's memory. A refused call changes neither, and a call that the device fails changes no length and takes no page; a device that
 //! fails again while the call is taken back leaves the step open ([`Error::StepLeftOpen`]).
 //!
-//! Here: creation, forks, taking back and freeing. `cache/store.rs`: the interface to a backend; `page_table.rs`: lengths and pages, as kernels read them; `writes.rs`: what backends compare before they write; `append.rs`: appends; `reserve.rs`: a model's step, layer by
+//! Here: creation, forks, taking back and freeing. `cache/store.rs`: the interface to a backend; `page_table.rs`: lengths and pages, as kernels read them; `writes.rs`: what backends compare before they write or copy; `append.rs`: appends; `reserve.rs`: a model's step, layer by
 //! layer; `layer.rs`: one layer, to be attended; `drop_before.rs`: tokens that no window sees any more; `copy.rs`: a copy of a whole cache; `grow.rs`: more pages and sequences; `sequences.rs`: a step's choice of sequences; `transfer.rs`: sequences and pages as bytes;
 //! `image.rs`: a sequence as one block of bytes.
 
@@ -27,7 +27,7 @@ pub use layer::CacheLayer;
 pub use page_table::PageTable;
 pub use sequences::CachedSequences;
 pub use store::{CacheAccess, PageStore, TokenWrite};
-pub use writes::{check_writes, tokens_of};
+pub use writes::{check_pages, check_writes, tokens_of};
 
 use reserve::OpenStep;
 

@@ -16,21 +16,44 @@ pub struct RowEnd {
     pub rotated: bool,
 }
 
-/// Merges the state of the tokens that follow, `[m, l]` and O, into that of the tokens before them.
-pub fn merge(left: &mut [f32; 2], left_o: &mut [f32], right: [f32; 2], right_o: &[f32]) {
+/// Where the O of two merged states comes from.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum MergedO {
+    /// It is that of the tokens before.
+    Left,
+    /// It is that of the tokens that follow.
+    Right,
+    /// The sum of both, each times its factor: first that of the tokens before.
+    Sum([f32; 2]),
+}
+
+/// Merges the `[m, l]` of the tokens that follow into that of the tokens before them.
+#[must_use]
+#[inline(always)]
+pub fn merge_max_sums(left: &mut [f32; 2], right: [f32; 2]) -> MergedO {
     if right[0] == f32::NEG_INFINITY {
-        return;
+        return MergedO::Left;
     }
     if left[0] == f32::NEG_INFINITY {
         *left = right;
-        left_o.copy_from_slice(right_o);
-        return;
+        return MergedO::Right;
     }
     let m = left[0].max(right[0]);
     let (alpha, beta) = (pow2(m - left[0]), pow2(m - right[0]));
     *left = [m, left[1] * alpha + right[1] * beta];
-    for (a, b) in left_o.iter_mut().zip(right_o) {
-        *a = ftz(*a * alpha) + ftz(b * beta);
+    MergedO::Sum([alpha, beta])
+}
+
+/// Merges the state of the tokens that follow, `[m, l]` and O, into that of the tokens before them.
+pub fn merge(left: &mut [f32; 2], left_o: &mut [f32], right: [f32; 2], right_o: &[f32]) {
+    match merge_max_sums(left, right) {
+        MergedO::Left => {}
+        MergedO::Right => left_o.copy_from_slice(right_o),
+        MergedO::Sum([alpha, beta]) => {
+            for (a, b) in left_o.iter_mut().zip(right_o) {
+                *a = ftz(*a * alpha) + ftz(b * beta);
+            }
+        }
     }
 }
 

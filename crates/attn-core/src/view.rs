@@ -390,8 +390,11 @@ impl<'a> KvView<'a> {
     }
 }
 
-/// Static scales: one positive normal number per KV head for the schemes that have them, none for the others.
-pub(crate) fn check_tensor_scales(
+/// For backends: refuses other static scales than one positive normal number per KV head for the schemes that have them, and none for the others.
+///
+/// # Errors
+/// [`Error::Length`], [`Error::Parameter`].
+pub fn check_tensor_scales(
     scheme: Scheme,
     scales: &[f32],
     num_kv_heads: usize,

@@ -1,9 +1,6 @@
 //! Sections 5 and 6 over vectors: the merge of a row's states, and the epilogue.
 
-use attn_core::{
-    arithmetic::pow2,
-    row_state::{RowEnd, close},
-};
+use attn_core::row_state::{MergedO, RowEnd, close, merge_max_sums};
 
 use crate::{rotation::rotate, simd::Simd};
 
@@ -24,18 +21,11 @@ pub(crate) fn merge<S: Simd>(
     right: [f32; 2],
     right_o: &[f32],
 ) {
-    if right[0] == f32::NEG_INFINITY {
-        return;
-    }
-    if left[0] == f32::NEG_INFINITY {
-        *left = right;
-        left_o.copy_from_slice(right_o);
-        return;
-    }
-    let m = left[0].max(right[0]);
-    let (alpha, beta) = (pow2(m - left[0]), pow2(m - right[0]));
-    *left = [m, left[1] * alpha + right[1] * beta];
-    let (alpha, beta) = (s.splat(alpha), s.splat(beta));
+    let [alpha, beta] = match merge_max_sums(left, right) {
+        MergedO::Left => return,
+        MergedO::Right => return left_o.copy_from_slice(right_o),
+        MergedO::Sum(factors) => factors.map(|factor| s.splat(factor)),
+    };
     let pairs = left_o
         .chunks_exact_mut(S::LANES)
         .zip(right_o.chunks_exact(S::LANES));

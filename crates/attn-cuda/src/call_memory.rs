@@ -113,8 +113,8 @@ impl CallMemory {
         let (at, is_new) = self.workspace.room(device, &self.done, bytes)?;
         // A launch that fails leaves anything.
         let known = std::mem::take(&mut self.zeroed);
-        if is_new || known < zeroed {
-            let zeroed = zeroed.min(bytes);
+        let (known, zeroed) = (if is_new { 0 } else { known }, zeroed.min(bytes));
+        if known < zeroed {
             // SAFETY: `room` has given as many bytes; the stream by this function's contract.
             unsafe { result::memset_d8_async(at.get(), 0, zeroed, stream.raw()) }
                 .map_err(failed("zeroing a workspace"))?;

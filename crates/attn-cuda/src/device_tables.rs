@@ -140,7 +140,7 @@ mod tests {
     fn the_page_of_zeros_stands_for_dropped_pages() {
         const GONE: u32 = PageTable::DROPPED;
         let of = page_table(&[&[GONE, GONE, 4], &[GONE]], &[]);
-        let mut problem = Problem::new(HEADS, [192, 64]).q_lens(&[1, 0]);
+        let mut problem = Problem::new(HEADS, [192, 64]).q_lens([1, 0]);
         problem.scores.window_left = Some(9);
         let made = table(&problem, KvFormat::INT8, &of).unwrap();
         assert_eq!(made.table, [10, 10, 4, 10, 10, 10]);

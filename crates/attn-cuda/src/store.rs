@@ -4,7 +4,7 @@ use std::{any::Any, ops::Range, sync::Arc};
 
 use attn_core::{
     CacheAccess, CacheConfig, CacheLayer, Error, KvCache, PageLayout, PageStore, TokenWrite,
-    WideRows, error::refuse,
+    WideRows, cache::check_pages,
 };
 use cudarc::driver::{CudaSlice, DevicePtr};
 
@@ -37,13 +37,6 @@ pub struct CudaPages {
 fn check_layer(given: usize, count: usize) -> Result<(), Error> {
     if given >= count {
         return Err(Error::Layer { given, count });
-    }
-    Ok(())
-}
-
-fn check_page(page: u32, num_pages: usize) -> Result<(), Error> {
-    if page as usize >= num_pages {
-        return refuse("page", page, "a page of the pool");
     }
     Ok(())
 }
@@ -132,17 +125,7 @@ impl CudaPages {
     fn parts(&self, layer: usize, pages: &[u32], bytes: usize) -> Result<Vec<Range<usize>>, Error> {
         check_layer(layer, self.layers)?;
         let (size, start) = (self.layout.page_bytes(), self.layer_start(layer));
-        pages
-            .iter()
-            .try_for_each(|page| check_page(*page, self.num_pages))?;
-        let needed = pages.len().saturating_mul(size);
-        if bytes != needed {
-            return Err(Error::Length {
-                what: "page bytes",
-                given: bytes,
-                needed,
-            });
-        }
+        check_pages(&self.layout, self.num_pages, pages, bytes)?;
         // Below the pool's bytes, which `new` multiplied.
         let place = |run: &[u32]| {
             let first = start + run[0] as usize * size;
@@ -179,6 +162,9 @@ impl CudaPages {
         slots: &Slots,
         rows: KvRows,
     ) -> Result<(), Error> {
+        if slots.tokens == 0 {
+            return Ok(());
+        }
         let device = &self.gpu.device;
         // SAFETY: this function's contract.
         let base = unsafe { memory.slots(device, &slots.lists, stream) }?;

@@ -5,7 +5,7 @@ use std::sync::{
     atomic::{AtomicU64, Ordering},
 };
 
-use attn_core::{CacheConfig, Error, PageLayout, Unsupported};
+use attn_core::{CacheConfig, Error, PageLayout, Unsupported, cache::check_pages};
 use attn_kernels::wgsl::decode::KvLayout;
 use wgpu::BufferUsages;
 
@@ -73,21 +73,7 @@ impl Pool {
     /// other than their `bytes`.
     fn parts(&self, pages: &[u32], bytes: usize) -> Result<Vec<(&wgpu::Buffer, u64, u64)>, Error> {
         let (size, per_buffer) = (self.layout.page_bytes(), self.pages_per_buffer);
-        if let Some(page) = pages.iter().find(|page| **page as usize >= self.num_pages) {
-            return Err(Error::parameter(
-                "page",
-                format_args!("{page} of {}", self.num_pages),
-                "a page of the pool",
-            ));
-        }
-        let needed = pages.len().saturating_mul(size);
-        if bytes != needed {
-            return Err(Error::Length {
-                what: "page bytes",
-                given: bytes,
-                needed,
-            });
-        }
+        check_pages(&self.layout, self.num_pages, pages, bytes)?;
         let together = |a: &u32, b: &u32| *b == a + 1 && !b.is_multiple_of(per_buffer);
         let most = (MOST_PENDING as usize / size).max(1);
         let runs = pages.chunk_by(together).flat_map(|run| run.chunks(most));

@@ -3,7 +3,7 @@
 //! The kernels load 16 bytes of K and 4 of V at a time: offsets and strides must be multiples of that. A host's view is uploaded as it is,
 //! or imported as pages (`import.rs`) if its strides do not suit or it exceeds a binding.
 
-use attn_core::{Error, KvFormat, KvView, Problem, Scheme, StridedRows};
+use attn_core::{Error, KvFormat, KvView, Problem, Scheme, StridedRows, view::check_tensor_scales};
 use wgpu::BufferUsages;
 
 use crate::{
@@ -153,20 +153,7 @@ impl DeviceView<'_> {
             (self.format.k, self.k_tensor_scales),
             (self.format.v, self.v_tensor_scales),
         ] {
-            let needed = match scheme.has_tensor_scale() {
-                true => problem.num_kv_heads,
-                false => 0,
-            };
-            if scales.len() != needed {
-                return Err(Error::Length {
-                    what: "tensor scales",
-                    given: scales.len(),
-                    needed,
-                });
-            }
-            if let Some(scale) = scales.iter().find(|s| !(1e-15..=1e15).contains(*s)) {
-                return Err(Error::parameter("tensor scale", *scale, "1e-15 to 1e15"));
-            }
+            check_tensor_scales(scheme, scales, problem.num_kv_heads)?;
         }
         let stored = |binding, buffer: &wgpu::Buffer, bytes| Stored {
             binding,

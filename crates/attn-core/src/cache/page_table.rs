@@ -162,7 +162,7 @@ mod tests {
         // Of a shard with 1000 tokens behind it no token is seen, and none of a sequence without query tokens.
         let behind = problem.clone().tokens_after([1000]);
         check(&behind, &[GONE; 7]).unwrap();
-        check(&problem.q_lens(&[0]), &[GONE; 7]).unwrap();
+        check(&problem.q_lens([0]), &[GONE; 7]).unwrap();
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! What backends whose kernels check no address compare before they write tokens.
+//! What backends whose kernels and copies check no address compare before they write tokens, and before they read or write pages.
 
 use super::TokenWrite;
 use crate::{
@@ -58,6 +58,31 @@ pub fn check_writes(
             let given = format_args!("{} of {tokens}", write.source);
             return refuse("source of a token", given, "a token of k and v");
         }
+    }
+    Ok(())
+}
+
+/// For backends: refuses pages that a pool of `num_pages` lacks, and other than their `bytes`.
+///
+/// # Errors
+/// [`Error::Parameter`] for a page outside of the pool; [`Error::Length`].
+pub fn check_pages(
+    layout: &PageLayout,
+    num_pages: usize,
+    pages: &[u32],
+    bytes: usize,
+) -> Result<(), Error> {
+    if let Some(page) = pages.iter().find(|page| **page as usize >= num_pages) {
+        let given = format_args!("{page} of {num_pages}");
+        return refuse("page", given, "a page of the pool, counted from 0");
+    }
+    let needed = pages.len().saturating_mul(layout.page_bytes());
+    if bytes != needed {
+        return Err(Error::Length {
+            what: "page bytes",
+            given: bytes,
+            needed,
+        });
     }
     Ok(())
 }
@@ -150,6 +175,23 @@ mod tests {
                 Err(Error::Shape { what, .. }) => assert_eq!(what, refused),
                 other => panic!("{k:?}, {v:?}: {other:?}"),
             }
+        }
+    }
+
+    #[test]
+    fn pages_are_in_the_pool_and_have_their_bytes() {
+        let layout = PageLayout::new(KvFormat::INT8, 64, 64, 1).unwrap();
+        let size = layout.page_bytes();
+        let check = |pages: &[u32], bytes| check_pages(&layout, 3, pages, bytes);
+        check(&[2, 0], 2 * size).unwrap();
+        check(&[], 0).unwrap();
+        for bytes in [0, size, 2 * size - 1, 3 * size] {
+            let refused = check(&[2, 0], bytes).unwrap_err();
+            assert!(matches!(refused, Error::Length { .. }), "{refused}");
+        }
+        for page in [3, u32::MAX] {
+            let refused = check(&[0, page], 2 * size).unwrap_err();
+            assert!(matches!(refused, Error::Parameter { .. }), "{refused}");
         }
     }
 }
