@@ -2,7 +2,6 @@
 
 use std::{
     ffi::{CStr, c_char},
-    mem::offset_of,
     slice,
     sync::{Mutex, MutexGuard},
 };
@@ -10,11 +9,7 @@ use std::{
 use attn::{Elements, ElementsMut, process};
 use half::{bf16, f16};
 
-use crate::{
-    cache, launch_args, paged_rows, plan, rows,
-    status::{Failure, Status},
-    step, transfer,
-};
+use crate::status::{Failure, Status};
 
 /// Type of the numbers in a caller's memory.
 #[repr(C)]
@@ -55,36 +50,6 @@ impl From<Dtype> for attn::Dtype {
 pub(crate) unsafe trait Config: Copy {
     /// The name of the type in C.
     const NAME: &'static str;
-}
-
-/// Gives types their names in C. Their first field is `struct_size`, a `usize`, which the compiler sees here.
-macro_rules! structs {
-    ($($name:literal: $type:ty),* $(,)?) => { $(
-        const _: fn(&$type) -> usize = |of| of.struct_size;
-        const _: () = assert!(offset_of!($type, struct_size) == 0);
-        // SAFETY: `struct_size` is first, as asserted above; the type is in attn.h, and so `repr(C)`.
-        unsafe impl Config for $type {
-            const NAME: &'static str = $name;
-        }
-    )* };
-}
-
-structs! {
-    "attn_buffers": launch_args::Buffers,
-    "attn_cache_config": cache::CacheConfig,
-    "attn_merge": launch_args::Merge,
-    "attn_page_copies": launch_args::PageCopies,
-    "attn_paged_rows": paged_rows::PagedRows,
-    "attn_pages": launch_args::Pages,
-    "attn_plan_config": plan::PlanConfig,
-    "attn_ranges": launch_args::Ranges,
-    "attn_rotary": rows::Rotary,
-    "attn_rows": rows::Rows,
-    "attn_span_merge": launch_args::SpanMerge,
-    "attn_spans": launch_args::Spans,
-    "attn_step": step::Step,
-    "attn_tokens": rows::Tokens,
-    "attn_transfer_config": transfer::TransferConfig,
 }
 
 fn refused(sentence: String) -> Failure {

@@ -15,6 +15,7 @@ mod plan;
 mod rows;
 mod status;
 mod step;
+mod structs;
 mod transfer;
 
 use std::ffi::{CStr, c_char};

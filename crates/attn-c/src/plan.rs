@@ -10,7 +10,8 @@ use std::{
 use attn::{
     CacheConfig, Heads, KvFormat, PageLayout, Problem,
     backends::cuda::native::{
-        KvLayout, ListBlocksArgs, NativeAppend, NativePlan, alibi_slopes_log2,
+        AppendArgs, AppendShape, KvLayout, ListBlocksArgs, NativePlan, Prepared, SlotAppendArgs,
+        alibi_slopes_log2,
     },
 };
 
@@ -79,6 +80,12 @@ pub struct PlanInfo {
     pub spans: usize,
 }
 
+/// The appends to a plan's pages: behind its sequences, and by slots.
+struct Appends {
+    step: Prepared<AppendArgs>,
+    slots: Prepared<SlotAppendArgs>,
+}
+
 /// Launches for one batch shape. They allocate nothing and wait for nothing.
 pub struct Plan {
     pub(crate) device: Arc<attn::Device>,
@@ -88,7 +95,7 @@ pub struct Plan {
     pub(crate) layout: PageLayout,
     pub(crate) plan: NativePlan,
     /// None where pages are another engine's.
-    append: Option<NativeAppend>,
+    append: Option<Appends>,
 }
 
 impl Plan {
@@ -148,15 +155,18 @@ pub unsafe extern "C" fn attn_plan_create(
         }
         let pages = pages.build();
         let gpu = device.cuda("plan for memory on a GPU")?;
-        let (kv, append) = match (given.rows, given.rotary) {
-            (0, 0) => (
-                KvLayout::Pages(pages.page_size),
-                Some(gpu.prepare_append(&pages)?),
-            ),
-            (0, _) => (
-                KvLayout::Pages(pages.page_size),
-                Some(gpu.prepare_append_rotary(&pages)?),
-            ),
+        let layout = pages.layout()?;
+        let (kv, append) = match given.rows {
+            0 => {
+                pages.check()?;
+                let shape = AppendShape {
+                    layout,
+                    rotary: given.rotary != 0,
+                };
+                let (step, slots) = (gpu.prepare_op(shape)?, gpu.prepare_op(shape)?);
+                let appends = Appends { step, slots };
+                (KvLayout::Pages(pages.page_size), Some(appends))
+            }
             _ => (KvLayout::PagedRows(pages.page_size), None),
         };
         let handle = Plan {
@@ -167,7 +177,7 @@ pub unsafe extern "C" fn attn_plan_create(
             },
             leaves_spans: given.spans != 0,
             append,
-            layout: pages.layout()?,
+            layout,
             device: device.clone(),
             problem,
         };

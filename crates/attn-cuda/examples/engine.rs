@@ -8,8 +8,8 @@ use attn_core::{CacheConfig, Heads, KvFormat, Problem};
 use attn_cuda::{
     CudaBackend,
     native::{
-        AppendArgs, DecodeArgs, DeviceAddress, DeviceKv, Dtype, KvLayout, KvRows, PagedSequences,
-        Pages, Stream,
+        AppendArgs, AppendShape, DecodeArgs, DeviceAddress, DeviceKv, Dtype, KvLayout, KvRows,
+        PagedSequences, Pages, Stream,
     },
 };
 use cudarc::driver::{CudaContext, CudaSlice, CudaStream, DevicePtr, sys};
@@ -51,7 +51,10 @@ fn main() -> Result<(), Box<dyn Error>> {
     .max_len(MAX_LEN)
     .build();
     config.page_size = PAGE_SIZE;
-    let append = gpu.prepare_append(&config)?;
+    let append = gpu.prepare_op(AppendShape {
+        layout: config.layout()?,
+        rotary: false,
+    })?;
     let problem = Problem::new(
         Heads {
             q: Q_HEADS,

@@ -226,7 +226,7 @@ fn check_runs(stream: Stream) -> Result<(), Error> {
     Err(Error::parameter(
         "stream",
         format_args!("one that is captured into a graph"),
-        "a stream that runs: lengths and pages of a KvCache change on the host; capture decode_on and append_slots_on, which read them on the device",
+        "a stream that runs: lengths and pages of a KvCache change on the host; capture decode_on and SlotAppendArgs, which read them on the device",
     ))
 }
 

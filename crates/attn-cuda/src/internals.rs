@@ -10,11 +10,9 @@ pub use crate::{
     error::failed,
     images::image,
     native::{
-        append::{append_grid, append_params},
         launch_plan::LaunchPlan,
         query_blocks::PlanKind,
         read::{ReadArgs, check_native, prepare_read},
-        slots::{slot_append_grid, slot_append_params},
     },
     sizes::product,
 };

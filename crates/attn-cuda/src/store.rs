@@ -13,7 +13,7 @@ use crate::{
     device::Device,
     error::{FOREIGN_CACHE, failed},
     gpu::CudaBackend,
-    native::{DeviceAddress, Dtype, KvRows, NativeAppend, Pages, SlotAppendArgs, Stream},
+    native::{AppendShape, DeviceAddress, Dtype, KvRows, Pages, Prepared, SlotAppendArgs, Stream},
     slots::Slots,
     staging::Parts,
 };
@@ -31,7 +31,7 @@ pub struct CudaPages {
     /// K's static scales of all layers, then V's.
     tensor_scales: CudaSlice<f32>,
     num_scales: [usize; 2],
-    append: NativeAppend,
+    append: Prepared<SlotAppendArgs>,
 }
 
 fn check_layer(given: usize, count: usize) -> Result<(), Error> {
@@ -44,8 +44,12 @@ fn check_layer(given: usize, count: usize) -> Result<(), Error> {
 impl CudaPages {
     /// Allocates the pool, and loads (at first compiles) the kernel of appends.
     pub(crate) fn new(gpu: &CudaBackend, config: &CacheConfig) -> Result<Self, Error> {
-        let append = gpu.prepare_append(config)?;
+        config.check()?;
         let (bytes, layout) = (config.pool_bytes()?, config.layout()?);
+        let append = gpu.prepare_op(AppendShape {
+            layout,
+            rotary: false,
+        })?;
         let device = &gpu.device;
         let pool = device
             .stream
@@ -152,7 +156,7 @@ impl CudaPages {
     /// Enqueues the writes of tokens to a layer: copies their slots, and launches one append.
     ///
     /// # Safety
-    /// - `slots` are this store's ([`CudaPages::slots`]) for K and V of the shapes of `rows`, which lie on the device as [`CudaBackend::append_slots_on`] asks.
+    /// - `slots` are this store's ([`CudaPages::slots`]) for K and V of the shapes of `rows`, which lie on the device as [`SlotAppendArgs`] asks.
     /// - `stream` is one that [`CallMemory::slots`] takes.
     pub(crate) unsafe fn enqueue_writes(
         &self,
@@ -179,7 +183,7 @@ impl CudaPages {
         };
         // SAFETY: pool and scales are this store's; `Slots::new` has compared pages, residual pages and tokens with the pool and the page, and the writes, which a cache
         // makes, name each place once, a sequence's in order; the lists are copied ahead on the same stream; the rest is this function's contract.
-        unsafe { self.gpu.append_slots_on(&self.append, stream, &args) }
+        unsafe { self.gpu.enqueue(&self.append, stream, &args) }
     }
 }
 

@@ -6,8 +6,8 @@ mod places;
 use attn::{
     CacheConfig, Heads, KvFormat, PageLayout, Problem, Window,
     backends::cuda::native::{
-        DeviceAddress, DeviceKv, ExportArgs, KvLayout, ListBlocksArgs, NativeAppend, NativePlan,
-        Prepared, SlotAppendArgs, SpansArgs, alibi_slopes_log2,
+        AppendArgs, AppendShape, DeviceAddress, DeviceKv, ExportArgs, KvLayout, ListBlocksArgs,
+        NativePlan, Prepared, SlotAppendArgs, SpansArgs, alibi_slopes_log2,
     },
 };
 use pyo3::{
@@ -32,21 +32,22 @@ pub struct Plan {
     layout: PageLayout,
     plan: NativePlan,
     /// None where pages are another engine's.
-    append: Option<NativeAppend>,
-    export: Option<Prepared<ExportArgs>>,
+    launches: Option<Launches>,
 }
 
-/// The refusal of a plan for another engine's pages.
-fn others() -> PyErr {
-    errors::parameter(
-        "the plan is for another engine's pages, which are only attended, by attend_rows; make one without rows=True",
-    )
+/// The launches over the library's pages.
+struct Launches {
+    append: Prepared<AppendArgs>,
+    append_slots: Prepared<SlotAppendArgs>,
+    export: Prepared<ExportArgs>,
 }
 
 impl Plan {
-    /// The launch of appends; refuses a plan for another engine's pages.
-    fn append(&self) -> PyResult<&NativeAppend> {
-        self.append.as_ref().ok_or_else(others)
+    /// The launches over the library's pages; refuses a plan for another engine's.
+    fn launches(&self) -> PyResult<&Launches> {
+        let others = "the plan is for another engine's pages, which are only attended, by attend_rows; make one without rows=True";
+        let refused = || errors::parameter(others);
+        self.launches.as_ref().ok_or_else(refused)
     }
 }
 
@@ -70,32 +71,36 @@ impl Plan {
             .build();
         let prepare = || {
             let layout = config.layout()?;
-            let (kv, append, export) = match options.rows {
-                true => (KvLayout::PagedRows(options.page_size), None, None),
-                false => (
-                    KvLayout::Pages(options.page_size),
-                    Some(match options.rotary {
-                        true => gpu.prepare_append_rotary(&config)?,
-                        false => gpu.prepare_append(&config)?,
-                    }),
-                    Some(gpu.prepare_op(layout)?),
-                ),
+            let shape = AppendShape {
+                layout,
+                rotary: options.rotary,
+            };
+            let (kv, launches) = match options.rows {
+                true => (KvLayout::PagedRows(options.page_size), None),
+                false => {
+                    config.check()?;
+                    let launches = Launches {
+                        append: gpu.prepare_op(shape)?,
+                        append_slots: gpu.prepare_op(shape)?,
+                        export: gpu.prepare_op(layout)?,
+                    };
+                    (KvLayout::Pages(options.page_size), Some(launches))
+                }
             };
             let plan = match (options.ragged, options.spans) {
                 (_, true) => gpu.prepare_spans(&problem, format, kv)?,
                 (true, _) => gpu.prepare_ragged(&problem, format, kv)?,
                 _ => gpu.prepare(&problem, format, kv)?,
             };
-            Ok((plan, (append, export), layout))
+            Ok((plan, launches, layout))
         };
-        let (plan, (append, export), layout) = py.detach(prepare).map_err(errors::of)?;
+        let (plan, launches, layout) = py.detach(prepare).map_err(errors::of)?;
         Ok(Plan {
             gpu: own,
             problem,
             layout,
             plan,
-            append,
-            export,
+            launches,
         })
     }
 
@@ -240,7 +245,7 @@ impl Plan {
         stream: u64,
     ) -> PyResult<()> {
         let args = self.export_args(self.sequences(&pages)?, &rows)?;
-        let export = self.export.as_ref().ok_or_else(others)?;
+        let export = &self.launches()?.export;
         // SAFETY: as for `attend`; that ranges end inside their sequences and inside the rows is the caller's contract.
         unsafe { self.gpu.enqueue(py, export, stream, &args) }
     }
@@ -256,8 +261,7 @@ impl Plan {
         stream: u64,
         rotary: Option<RotaryArrays<'_>>,
     ) -> PyResult<()> {
-        let gpu = self.gpu.cuda()?;
-        let append = self.append()?;
+        let append = &self.launches()?.append_slots;
         let pool = self.pool(&pages.pool)?;
         let (rows, tokens) = self.kv_rows(&kv.0, &kv.1)?;
         let has_window = self.layout.format().window() != Window::None;
@@ -279,8 +283,7 @@ impl Plan {
             rotary,
         };
         // SAFETY: as for `attend`; slots and positions are the caller's contract.
-        py.detach(|| unsafe { gpu.append_slots_on(append, stream_of(stream), &args) })
-            .map_err(errors::of)
+        unsafe { self.gpu.enqueue(py, append, stream, &args) }
     }
 
     /// Appends as many tokens to each sequence, whose places are read from `kv_lens`, and attends; `kv` are K and V.
@@ -298,7 +301,7 @@ impl Plan {
         let sequences = self.sequences(&pages)?;
         let append = self.append_args(sequences, [&kv.0, &kv.1], rotary.as_ref())?;
         let decode = self.decode_args(DeviceKv::Paged(sequences), &arrays)?;
-        let prepared = self.append()?;
+        let prepared = &self.launches()?.append;
         // SAFETY: as for `attend`; that lengths count the new tokens is the caller's contract.
         py.detach(|| unsafe {
             gpu.append_decode_on(prepared, &self.plan, stream_of(stream), &append, &decode)

@@ -14,7 +14,8 @@ use attn_cuda::{
     CudaBackend,
     internals::{ReadArgs, check_native, context, failed, prepare_read, product},
     native::{
-        AppendArgs, DecodeArgs, DeviceAddress, DeviceKv, Dtype, KvLayout, NativeAppend, NativePlan,
+        AppendArgs, DecodeArgs, DeviceAddress, DeviceKv, Dtype, KvLayout, NativePlan,
+        Prepared as PreparedOp,
     },
 };
 use cudarc::driver::{CudaGraph, CudaSlice, DriverError, sys};
@@ -45,7 +46,7 @@ const SCALES: usize = 256;
 pub struct CudaTimer {
     gpu: CudaBackend,
     buffers: Buffers,
-    read: attn_cuda::native::Prepared<ReadArgs>,
+    read: PreparedOp<ReadArgs>,
     sink: CudaSlice<u8>,
     /// K's bf16 noise, then V's.
     noise: CudaSlice<u16>,
@@ -57,7 +58,8 @@ pub struct CudaTimer {
 /// Everything that the launches of one workload read and write, beside the arena.
 struct Step {
     plan: NativePlan,
-    append: Option<NativeAppend>,
+    /// Those behind sequences, and by slots.
+    append: Option<pages::Appends>,
     source: Source,
     rotation: Rotation,
     /// bf16, as engines have them.
@@ -338,16 +340,16 @@ impl CudaTimer {
         if work.is_by_slots() {
             let args = pages.slot_append_args(self, copy, step.scales);
             // SAFETY: as for decode; the slots are those of each sequence's last token, in pages of its own.
-            return unsafe { self.gpu.append_slots_on(append, stream, &args) };
+            return unsafe { self.gpu.enqueue(&append.by_slots, stream, &args) };
         }
         if work == Operation::Append {
             // SAFETY: as for decode; the lengths count the new token, whose page is in the table; every sequence owns its pages.
-            return unsafe { self.gpu.append_on(append, stream, &args) };
+            return unsafe { self.gpu.enqueue(&append.behind, stream, &args) };
         }
         // SAFETY: as for decode and for append; nothing is enqueued between them.
         unsafe {
             self.gpu
-                .append_decode_on(append, &step.plan, stream, &args, &decode)
+                .append_decode_on(&append.behind, &step.plan, stream, &args, &decode)
         }
     }
 

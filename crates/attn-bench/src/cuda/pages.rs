@@ -2,7 +2,7 @@
 
 use attn_core::{CacheConfig, Error, Problem, Rotary, RotaryScaling, RotaryStyle};
 use attn_cuda::native::{
-    AppendArgs, DeviceAddress, Dtype, KvRows, NativeAppend, PagedSequences, RotaryArgs,
+    AppendArgs, AppendShape, DeviceAddress, Dtype, KvRows, PagedSequences, Prepared, RotaryArgs,
     RotaryQueries, SlotAppendArgs,
 };
 use cudarc::driver::CudaSlice;
@@ -176,12 +176,19 @@ pub(super) fn scattered(counts: &[usize], stride: usize) -> Vec<u32> {
     table
 }
 
+/// The appends to a pool.
+pub(super) struct Appends {
+    /// Behind the sequences.
+    pub(super) behind: Prepared<AppendArgs>,
+    pub(super) by_slots: Prepared<SlotAppendArgs>,
+}
+
 /// Fills the pool's copies with what lies there before the work.
 pub(super) fn fill(
     timer: &mut CudaTimer,
     workload: &Workload,
     scales: [DeviceAddress; 2],
-) -> Result<(NativeAppend, Pages, Rotation), Error> {
+) -> Result<(Appends, Pages, Rotation), Error> {
     let problem = &workload.problem;
     let (heads, dim, batch) = (problem.num_kv_heads, problem.head_dim, problem.batch());
     let page_size = workload.page_size;
@@ -203,9 +210,13 @@ pub(super) fn fill(
         .pages(total + batch * slots)
         .build();
     let page_bytes = config.layout()?.page_bytes();
-    let append = match workload.operation {
-        Operation::AppendRotary => timer.gpu.prepare_append_rotary(&config)?,
-        _ => timer.gpu.prepare_append(&config)?,
+    let shape = AppendShape {
+        layout: config.layout()?,
+        rotary: workload.operation == Operation::AppendRotary,
+    };
+    let append = Appends {
+        behind: timer.gpu.prepare_op(shape)?,
+        by_slots: timer.gpu.prepare_op(shape)?,
     };
     let rotation = timer.rotate(workload, config.num_pages * page_bytes)?;
     // Behind the home pages, those of one sequence after the other.
@@ -255,7 +266,11 @@ pub(super) fn fill(
     let sequences = in_order.sequences(&timer.buffers, rotation.base, at, scales);
     let args = in_order.append_args(timer, sequences, first * page_size);
     // SAFETY: the arena holds the pool; pages below `first` and the first sequence's residual pages; the noise holds so many tokens; one stream.
-    unsafe { timer.gpu.append_on(&append, timer.buffers.raw(), &args) }?;
+    unsafe {
+        timer
+            .gpu
+            .enqueue(&append.behind, timer.buffers.raw(), &args)
+    }?;
     if first > 0 {
         timer.repeat(0, first * page_bytes, config.num_pages * page_bytes)?;
     }
@@ -274,7 +289,11 @@ pub(super) fn fill(
         sequences.residual_pages = sequences.residual_pages.offset(4 * b * slots);
         let args = scattered.append_args(timer, sequences, len as usize % page_size);
         // SAFETY: as above; the last page of sequence `b` is in its row of the table.
-        unsafe { timer.gpu.append_on(&append, timer.buffers.raw(), &args) }?;
+        unsafe {
+            timer
+                .gpu
+                .enqueue(&append.behind, timer.buffers.raw(), &args)
+        }?;
     }
     let copy = rotation.copy_bytes;
     timer.repeat(0, copy, rotation.copies * copy)?;

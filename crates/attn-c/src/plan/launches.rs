@@ -3,14 +3,14 @@
 use std::ffi::c_void;
 
 use attn::backends::cuda::native::{
-    AppendArgs, DecodeArgs, DeviceAddress, DeviceKv, KvRows, NativeAppend, PagedSequences,
-    RotaryArgs, SlotAppendArgs, Stream,
+    AppendArgs, DecodeArgs, DeviceAddress, DeviceKv, KvRows, PagedSequences, RotaryArgs,
+    SlotAppendArgs, Stream,
 };
 
-use super::Plan;
+use super::{Appends, Plan};
 use crate::{
     arguments::{config, handle},
-    launch_args::{Buffers, Pages, Spans, address, given, tensor_scales},
+    launch_args::{Buffers, Pages, Spans, address, enqueue, given, tensor_scales},
     rows::{Rows, Tokens, on_device},
     status::{Failure, Status, call},
 };
@@ -30,8 +30,8 @@ impl Plan {
         Ok(Some(args))
     }
 
-    /// The launch of appends; refuses a plan for another engine's pages.
-    fn append(&self) -> Result<&NativeAppend, Failure> {
+    /// The launches of appends; refuses a plan for another engine's pages.
+    fn appends(&self) -> Result<&Appends, Failure> {
         let sentence = "the plan is for another engine's pages, which attn_plan_attend_rows reads and nothing writes; create one with attn_plan_config.rows 0";
         let refused = || Failure::new(Status::Parameter, sentence);
         self.append.as_ref().ok_or_else(refused)
@@ -52,7 +52,7 @@ impl Plan {
 
     /// The sequences in the library's pages.
     fn sequences(&self, pages: &Pages) -> Result<PagedSequences, Failure> {
-        self.append()?;
+        self.appends()?;
         self.check_table(pages.page_table_stride)?;
         pages.sequences(&self.layout, self.residual_slots())
     }
@@ -212,7 +212,9 @@ pub unsafe extern "C" fn attn_plan_step(
         let gpu = plan.device.cuda("plan")?;
         let stream = Stream::from_raw(stream);
         // SAFETY: this function's contract.
-        Ok(unsafe { gpu.append_decode_on(plan.append()?, &plan.plan, stream, &append, &decode) }?)
+        Ok(unsafe {
+            gpu.append_decode_on(&plan.appends()?.step, &plan.plan, stream, &append, &decode)
+        }?)
     })
 }
 
@@ -250,8 +252,7 @@ pub unsafe extern "C" fn attn_plan_append_slots(
             tokens: count,
             rotary,
         };
-        let gpu = plan.device.cuda("plan")?;
         // SAFETY: this function's contract.
-        Ok(unsafe { gpu.append_slots_on(plan.append()?, Stream::from_raw(stream), &args) }?)
+        unsafe { enqueue(&plan.device, &plan.appends()?.slots, &args, stream) }
     })
 }

@@ -1,24 +1,74 @@
 //! Appends on the device: new tokens of every sequence into its pages.
 
-use std::{ffi::c_void, sync::Arc};
-
-use attn_core::{CacheConfig, Error, PageLayout};
+use attn_core::{Error, PageLayout, error::refuse};
 use attn_kernels::cuda::{
     Instance,
     params::{AppendParams, CheckParams, DecodeParams},
 };
-use cudarc::driver::sys;
 
 use super::{
-    COPY_THREADS, DecodeArgs, DeviceAddress, KvRows, NativePlan, PagedSequences, RotaryArgs,
-    Stream,
-    check::{check, check_kernel},
-    launch_decode,
-    rotary::PositionsFrom,
+    COPY_THREADS, Checked, DecodeArgs, DeviceAddress, Grid, KvRows, NativePlan, Op, PagedSequences,
+    Prepared, RotaryArgs, Stream, launch_decode, op::enqueue_as, rotary::PositionsFrom,
 };
-use crate::{CudaBackend, device::LoadedKernel, error::failed, sizes};
+use crate::{CudaBackend, sizes};
 
-/// Device addresses of one append launch: `tokens` new tokens for each of `batch` sequences.
+/// What the kernels of appends are compiled for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct AppendShape {
+    /// The layout of the pages that are written. Refused are more than 65535 KV heads.
+    pub layout: PageLayout,
+    /// Whether launches may rotate K and queries by their positions; the kernel that does is loaded beside the other one.
+    pub rotary: bool,
+}
+
+impl AppendShape {
+    /// The kernel without rotary positions, then the one with them.
+    pub(super) fn instances(&self) -> Result<Vec<Instance>, Error> {
+        check_heads(self.layout.num_kv_heads())?;
+        let instance = |rotary| Instance::Append {
+            format: self.layout.format(),
+            head_dim: self.layout.head_dim(),
+            page_size: self.layout.page_size(),
+            rotary,
+        };
+        Ok(match self.rotary {
+            false => vec![instance(false)],
+            true => vec![instance(false), instance(true)],
+        })
+    }
+
+    /// The fields that rotary positions have in the kernel's parameter block; all others are 0.
+    ///
+    /// # Errors
+    /// [`Error::Parameter`] for positions where the kernel that takes them was not loaded; those of [`RotaryArgs`].
+    pub(super) fn rotary_params(
+        &self,
+        rotary: Option<&RotaryArgs>,
+        tokens: usize,
+        positions: PositionsFrom,
+    ) -> Result<AppendParams, Error> {
+        match rotary {
+            None => Ok(AppendParams::default()),
+            Some(_) if !self.rotary => refuse(
+                "rotary",
+                format_args!("some, for an append that was prepared without"),
+                "none, or an append prepared with AppendShape::rotary",
+            ),
+            Some(rotary) => rotary.params(self.layout.head_dim(), tokens, positions),
+        }
+    }
+}
+
+/// An append of `tokens` new tokens to each of `batch` sequences; their places come from `kv_lens` on the device.
+///
+/// Refused are more than 65535 sequences, where `tokens` is above 1 more than 65535 KV heads and query heads to rotate together, pages that overlap, residual
+/// pages that are missing, and rotary positions with a `rotary_dim`, an address or strides that are not allowed.
+///
+/// # Safety
+/// - On the device, every `kv_lens` counts the new tokens, and every page that they touch, home and residual, is in the pool and belongs to its sequence
+///   alone; tokens arrive in order; K and V are finite.
+/// - With `rotary`, on the device, positions are rows of `cos_sin` (a token whose is none is not appended), and K is finite once rotated; rotated queries
+///   overlap nothing that runs meanwhile, and not K or V.
 #[derive(Debug, Clone, Copy)]
 pub struct AppendArgs {
     /// K and V of the new tokens, `batch · tokens` rows.
@@ -29,17 +79,12 @@ pub struct AppendArgs {
     pub batch: usize,
     /// New tokens of each.
     pub tokens: usize,
-    /// Rotary positions, by an append of [`CudaBackend::prepare_append_rotary`]; none where K is appended as it is. Positions that are null are the
+    /// Rotary positions, by an append prepared with [`AppendShape::rotary`]; none where K is appended as it is. Positions that are null are the
     /// tokens' numbers in their sequences, as `kv_lens` say.
     pub rotary: Option<RotaryArgs>,
 }
 
 impl AppendArgs {
-    /// New tokens of all sequences.
-    pub(super) fn all_tokens(&self) -> usize {
-        self.batch.saturating_mul(self.tokens)
-    }
-
     /// Query heads that are rotated beside K.
     fn query_heads(&self) -> usize {
         self.rotary.map_or(0, |rotary| rotary.query_heads())
@@ -47,54 +92,83 @@ impl AppendArgs {
 
     /// Refuses what [`append_grid`] has no room for.
     fn check_grid(&self, layout: &PageLayout) -> Result<(), Error> {
-        let allowed = "at most 65535 in an append behind sequences, as a CUDA grid has no more rows; append_slots_on takes more, or append to some at a time";
+        let allowed = "at most 65535 in an append behind sequences, as a CUDA grid has no more rows; SlotAppendArgs takes more, or append to some at a time";
         sizes::check_grid("sequences to append to", self.batch, allowed)?;
         // One token of each takes several heads in a row.
         if self.tokens > 1 {
             let heads = layout.num_kv_heads().saturating_add(self.query_heads());
-            let allowed = "at most 65535 in an append of several tokens, as a CUDA grid has no more rows; append_slots_on takes 65535 of each";
+            let allowed = "at most 65535 in an append of several tokens, as a CUDA grid has no more rows; SlotAppendArgs takes 65535 of each";
             sizes::check_grid("KV heads and query heads to rotate", heads, allowed)?;
         }
         Ok(())
     }
 }
 
-/// The kernel's parameter block; `is_followed` by a decode that knows what is appended.
-///
-/// # Errors
-/// [`Error::Parameter`] for a number that needs more than 31 bits, for more sequences or heads than the grid of a launch has room for, for pages that
-/// overlap, for residual pages that are missing, and those of [`RotaryArgs`].
-pub fn append_params(
-    args: &AppendArgs,
-    layout: &PageLayout,
-    is_followed: bool,
-) -> Result<AppendParams, Error> {
-    args.check_grid(layout)?;
-    let sequences = &args.sequences;
-    let tables = sequences.check(layout)?;
-    let [k_tensor_scales, v_tensor_scales] = sequences.tensor_scales.map(DeviceAddress::get);
-    let rotary = match &args.rotary {
-        Some(rotary) => {
-            rotary.params(layout.head_dim(), args.all_tokens(), PositionsFrom::KvLens)?
-        }
-        None => AppendParams::default(),
-    };
-    Ok(AppendParams {
-        pool: sequences.pool.at.get(),
-        page_stride: sequences.pool.stride as u64,
-        page_table: sequences.page_table.get(),
-        page_table_stride: tables.page_table_stride,
-        residual_pages: sequences.residual_pages.get(),
-        residual_ring: tables.residual_ring,
-        kv_lens: sequences.kv_lens.get(),
-        k_tensor_scales,
-        v_tensor_scales,
-        tokens: sizes::int("tokens to append", args.tokens)?,
-        batch: sizes::int("sequences to append to", args.batch)?,
-        num_kv_heads: sizes::int("num_kv_heads", layout.num_kv_heads())?,
-        is_followed: i32::from(is_followed),
-        ..args.rows.append_params(rotary)
-    })
+// SAFETY: `attn_append` takes one AppendParams, asserted on both sides, and writes the pages of new tokens and rotated queries alone.
+unsafe impl Op for AppendArgs {
+    type Shape = AppendShape;
+    type Params = AppendParams;
+    const DOING: &'static str = "appending";
+
+    fn instances(shape: &AppendShape) -> Result<Vec<Instance>, Error> {
+        shape.instances()
+    }
+
+    fn kernel(&self) -> usize {
+        usize::from(self.rotary.is_some())
+    }
+
+    fn params(&self, shape: &AppendShape) -> Result<AppendParams, Error> {
+        let layout = &shape.layout;
+        self.check_grid(layout)?;
+        let sequences = &self.sequences;
+        let tables = sequences.check(layout)?;
+        let [k_tensor_scales, v_tensor_scales] = sequences.tensor_scales.map(DeviceAddress::get);
+        let all = self.batch.saturating_mul(self.tokens);
+        let rotary = shape.rotary_params(self.rotary.as_ref(), all, PositionsFrom::KvLens)?;
+        Ok(AppendParams {
+            pool: sequences.pool.at.get(),
+            page_stride: sequences.pool.stride as u64,
+            page_table: sequences.page_table.get(),
+            page_table_stride: tables.page_table_stride,
+            residual_pages: sequences.residual_pages.get(),
+            residual_ring: tables.residual_ring,
+            kv_lens: sequences.kv_lens.get(),
+            k_tensor_scales,
+            v_tensor_scales,
+            tokens: sizes::int("tokens to append", self.tokens)?,
+            batch: sizes::int("sequences to append to", self.batch)?,
+            num_kv_heads: sizes::int("num_kv_heads", layout.num_kv_heads())?,
+            ..self.rows.append_params(rotary)
+        })
+    }
+
+    fn grid(&self, shape: &AppendShape) -> Grid {
+        append_grid(&shape.layout, [self.batch, self.tokens], self.query_heads())
+    }
+
+    fn checked(&self, shape: &AppendShape) -> Result<Option<Checked>, Error> {
+        let (layout, sequences) = (&shape.layout, &self.sequences);
+        let reach = sequences
+            .page_table_stride
+            .saturating_mul(layout.page_size());
+        Ok(Some(Checked {
+            doing: "checking an append",
+            arrays: DecodeParams {
+                batch: sizes::int("sequences to append to", self.batch)?,
+                ..sequences.decode_params(layout)?
+            },
+            limits: CheckParams {
+                positions: self.rotary.map_or(0, |rotary| rotary.positions.get()),
+                num_positions: self.rotary.map_or(0, |rotary| rotary.rows()),
+                max_kv_len: sizes::int_limit(reach),
+                min_kv_len: sizes::int("tokens to append", self.tokens)?,
+                num_pages: sizes::axis(sequences.pool.num_pages),
+                page_size: sizes::int("page_size", layout.page_size())?,
+                ..CheckParams::default()
+            },
+        }))
+    }
 }
 
 /// Refuses more KV heads than an append launch has room for.
@@ -103,145 +177,33 @@ pub(crate) fn check_heads(num_kv_heads: usize) -> Result<(), Error> {
     sizes::check_grid("num_kv_heads", num_kv_heads, allowed)
 }
 
-/// A prepared append launch.
-#[derive(Debug, Clone)]
-pub struct NativeAppend {
-    pub(super) layout: PageLayout,
-    pub(super) kernel: Arc<LoadedKernel>,
-    pub(super) check: Option<Arc<LoadedKernel>>,
-    /// The kernel of appends that rotate; none where it was not prepared.
-    pub(super) rotary: Option<Arc<LoadedKernel>>,
-}
-
-impl NativeAppend {
-    /// The kernel of an append with these rotary positions, or without.
-    ///
-    /// # Errors
-    /// [`Error::Parameter`] for positions where the append was prepared without.
-    pub(super) fn kernel(&self, rotary: Option<&RotaryArgs>) -> Result<&LoadedKernel, Error> {
-        match (rotary, &self.rotary) {
-            (None, _) => Ok(&self.kernel),
-            (Some(_), Some(kernel)) => Ok(kernel),
-            (Some(_), None) => Err(Error::parameter(
-                "rotary",
-                format_args!("some, for an append that was prepared without"),
-                "none, or an append of prepare_append_rotary",
-            )),
-        }
-    }
-}
-
 /// Heads of a CTA that takes one token of each: two warps of its eight have a head's K and V.
 const HEADS: usize = 4;
 
-/// Grid and threads of `append.cu`, for `tokens` new tokens of each of `batch` sequences, and so many query heads that are rotated beside K. What has no
-/// room in a grid [`append_params`] has refused.
-#[must_use]
-pub fn append_grid(
+/// The grid of `append.cu`, for `tokens` new tokens of each of `batch` sequences, and so many query heads that are rotated beside K.
+pub(super) fn append_grid(
     layout: &PageLayout,
-    batch: usize,
-    tokens: usize,
+    [batch, tokens]: [usize; 2],
     query_heads: usize,
-) -> ([usize; 3], usize) {
+) -> Grid {
     let heads = layout.num_kv_heads();
     if tokens > 1 {
         // A first page may be open, so `tokens` touch up to this many.
         let jobs = tokens.saturating_add(layout.page_size() - 2) / layout.page_size() + 1;
-        return ([jobs, heads + query_heads, batch], COPY_THREADS);
+        return Grid::new(
+            [jobs, heads.saturating_add(query_heads), batch],
+            COPY_THREADS,
+        );
     }
     let threads = 64 * heads.min(HEADS);
     // `QUERY_HEADS` of rotary.cuh to a warp.
     let rotated = threads / 32 * (4 / layout.head_dim().div_ceil(128));
     let columns = heads.div_ceil(HEADS) + query_heads.div_ceil(rotated);
-    ([columns, batch, 1], threads)
-}
-
-/// Enqueues one append.
-///
-/// # Safety
-/// Those of `CudaBackend::append_on`; the device's context is current.
-unsafe fn launch_append(
-    kernel: &LoadedKernel,
-    layout: &PageLayout,
-    stream: sys::CUstream,
-    args: &AppendArgs,
-    is_followed: bool,
-) -> Result<(), Error> {
-    if args.batch == 0 || args.tokens == 0 {
-        return Ok(());
-    }
-    let mut params = append_params(args, layout, is_followed)?;
-    let (grid, threads) = append_grid(layout, args.batch, args.tokens, args.query_heads());
-    let mut arguments = [(&raw mut params).cast::<c_void>()];
-    // SAFETY: `attn_append` takes one AppendParams, asserted on both sides; the rest is this function's contract.
-    unsafe { kernel.launch(stream, grid, threads, &mut arguments) }.map_err(failed("appending"))
+    Grid::new([columns, batch, tokens], threads)
 }
 
 impl CudaBackend {
-    /// Prepares append launches for caches of this shape.
-    ///
-    /// # Errors
-    /// Those of [`CacheConfig::check`]; [`Error::Parameter`] for more KV heads than a grid has rows; [`Error::Device`].
-    pub fn prepare_append(&self, config: &CacheConfig) -> Result<NativeAppend, Error> {
-        config.check()?;
-        check_heads(config.num_kv_heads)?;
-        Ok(NativeAppend {
-            layout: config.layout()?,
-            kernel: self.append_kernel(config, false)?,
-            check: check_kernel(&self.device)?,
-            rotary: None,
-        })
-    }
-
-    /// Prepares appends as [`CudaBackend::prepare_append`] does, and loads the kernel of appends with [`AppendArgs::rotary`] or [`SlotAppendArgs::rotary`](super::SlotAppendArgs::rotary).
-    ///
-    /// # Errors
-    /// Those of [`CudaBackend::prepare_append`].
-    pub fn prepare_append_rotary(&self, config: &CacheConfig) -> Result<NativeAppend, Error> {
-        let mut append = self.prepare_append(config)?;
-        append.rotary = Some(self.append_kernel(config, true)?);
-        Ok(append)
-    }
-
-    fn append_kernel(
-        &self,
-        config: &CacheConfig,
-        rotary: bool,
-    ) -> Result<Arc<LoadedKernel>, Error> {
-        let instance = Instance::Append {
-            format: config.format,
-            head_dim: config.head_dim,
-            page_size: config.page_size,
-            rotary,
-        };
-        self.device.kernel(&instance, 0)
-    }
-
-    /// Enqueues the append of `tokens` new tokens to each sequence; places come from `kv_lens` on the device.
-    ///
-    /// # Safety
-    /// - As [`CudaBackend::decode_on`] for the stream, addresses and lifetimes.
-    /// - On the device, every `kv_lens` counts the new tokens, and every page that they touch, home and residual, is in the
-    ///   pool and belongs to its sequence alone; tokens arrive in order; K and V are finite.
-    /// - With [`AppendArgs::rotary`], on the device, positions are rows of `cos_sin` (a token whose is none is not appended), and K is finite once
-    ///   rotated; rotated queries overlap nothing that runs meanwhile, and not K or V.
-    ///
-    /// # Errors
-    /// [`Error::Parameter`] for numbers of more than 31 bits, for more than 65535 sequences, for more than 65535 KV heads and query heads to rotate
-    /// together where `tokens` is above 1, and for rotary positions with a `rotary_dim`, an address or strides that are not allowed, or for an append
-    /// that was prepared without; [`Error::Device`] with the driver's refusal, or with
-    /// [`CudaError::Check`](crate::CudaError::Check).
-    pub unsafe fn append_on(
-        &self,
-        append: &NativeAppend,
-        stream: Stream,
-        args: &AppendArgs,
-    ) -> Result<(), Error> {
-        // SAFETY: this function's contract.
-        unsafe { self.append(append, stream.raw(), args, false) }
-    }
-
-    /// Enqueues an append and the decode behind it: what [`CudaBackend::append_on`] and [`CudaBackend::decode_on`] do, with the same bits,
+    /// Enqueues an append and the decode behind it: what [`CudaBackend::enqueue`] and [`CudaBackend::decode_on`] do, with the same bits,
     /// but the decode reads older pages while the append runs, and waits only for those that it writes. The step of a layer. Where the append rotates
     /// the queries, too, the decode waits for all of it.
     ///
@@ -253,61 +215,24 @@ impl CudaBackend {
     /// Those of both. If the decode is refused, the append has been enqueued.
     pub unsafe fn append_decode_on(
         &self,
-        append: &NativeAppend,
+        append: &Prepared<AppendArgs>,
         plan: &NativePlan,
         stream: Stream,
         append_args: &AppendArgs,
         decode_args: &DecodeArgs,
     ) -> Result<(), Error> {
         // What is ahead of an append of nothing may still run.
-        let is_early = append_args.batch > 0
-            && append_args
-                .rotary
-                .is_none_or(|rotary| rotary.query_heads() == 0);
+        let is_early = append_args.batch > 0 && append_args.query_heads() == 0;
         let appended = if is_early { append_args.tokens } else { 0 };
-        // SAFETY: this function's contract.
-        unsafe { self.append(append, stream.raw(), append_args, appended > 0) }?;
+        let is_followed = i32::from(appended > 0);
+        let followed = |params| AppendParams {
+            is_followed,
+            ..params
+        };
+        // SAFETY: this function's contract; the decode is next on the stream.
+        unsafe { enqueue_as(&self.device, append, stream.raw(), append_args, followed) }?;
         // SAFETY: this function's contract, and the launch ahead is the append.
         unsafe { launch_decode(&self.device, plan, stream.raw(), decode_args, appended) }
-    }
-
-    /// # Safety
-    /// Those of [`CudaBackend::append_on`]; if `is_followed`, [`launch_decode`] with the same tokens is next on the stream.
-    unsafe fn append(
-        &self,
-        append: &NativeAppend,
-        stream: sys::CUstream,
-        args: &AppendArgs,
-        is_followed: bool,
-    ) -> Result<(), Error> {
-        let kernel = append.kernel(args.rotary.as_ref())?;
-        if let Some(kernel) = append.check.as_ref().filter(|_| args.tokens > 0) {
-            let (layout, sequences) = (&append.layout, &args.sequences);
-            // The checking launch comes first, and what the host refuses enqueues nothing.
-            append_params(args, layout, is_followed)?;
-            let mut params = DecodeParams {
-                batch: sizes::int("sequences to append to", args.batch)?,
-                ..sequences.decode_params(layout)?
-            };
-            let limits = CheckParams {
-                positions: args.rotary.map_or(0, |rotary| rotary.positions.get()),
-                num_positions: args.rotary.map_or(0, |rotary| rotary.rows()),
-                max_kv_len: sizes::int_limit(
-                    sequences
-                        .page_table_stride
-                        .saturating_mul(layout.page_size()),
-                ),
-                min_kv_len: sizes::int("tokens to append", args.tokens)?,
-                num_pages: sizes::axis(sequences.pool.num_pages),
-                page_size: sizes::int("page_size", layout.page_size())?,
-                ..CheckParams::default()
-            };
-            // SAFETY: this function's contract.
-            unsafe { check(&self.device, kernel, stream, &mut params, limits) }
-                .map_err(failed("checking an append"))?;
-        }
-        // SAFETY: this function's contract.
-        unsafe { launch_append(kernel, &append.layout, stream, args, is_followed) }
     }
 }
 
@@ -320,6 +245,13 @@ mod tests {
 
     fn layout() -> PageLayout {
         PageLayout::new(KvFormat::INT4, 128, 64, 2).unwrap()
+    }
+
+    fn shape() -> AppendShape {
+        AppendShape {
+            layout: layout(),
+            rotary: true,
+        }
     }
 
     fn args() -> AppendArgs {
@@ -367,7 +299,7 @@ mod tests {
 
     #[test]
     fn numbers_of_more_than_31_bits_are_refused() {
-        let params = append_params(&args(), &layout(), true).unwrap();
+        let params = args().params(&shape()).unwrap();
         assert_eq!(
             (params.tokens, params.batch, params.page_table_stride),
             (7, 5, 3)
@@ -382,7 +314,7 @@ mod tests {
             (tokens.tokens, batch.batch) = (large, large);
             stride.sequences.page_table_stride = large;
             for args in [tokens, batch, stride] {
-                let refused = append_params(&args, &layout(), false);
+                let refused = args.params(&shape());
                 assert!(matches!(refused, Err(Error::Parameter { .. })), "{args:?}");
             }
         }
@@ -407,14 +339,14 @@ mod tests {
             (5, 2, 65_534, Some("query heads to rotate is 65536")),
         ] {
             let args = args(batch, tokens, query_heads);
-            let [_, rows, layers] = append_grid(&layout(), batch, tokens, query_heads).0;
+            let [_, rows, layers] = args.grid(&shape()).ctas;
             let fits = rows.max(layers) <= 65_535;
-            match (append_params(&args, &layout(), false), refused) {
+            match (args.params(&shape()), refused) {
                 (Ok(_), None) => assert!(fits, "{args:?}"),
                 (Err(error), Some(what)) => {
                     let said = error.to_string();
                     assert!(!fits && said.contains(what), "{said}");
-                    assert!(said.contains("append_slots_on"), "{said}");
+                    assert!(said.contains("SlotAppendArgs"), "{said}");
                 }
                 (other, _) => panic!("{other:?} of {args:?}"),
             }
@@ -423,15 +355,56 @@ mod tests {
 
     #[test]
     fn grids_grow_with_tokens_and_saturate() {
-        assert_eq!(append_grid(&layout(), 3, 65, 0), ([2, 2, 3], COPY_THREADS));
-        assert_eq!(append_grid(&layout(), 3, 66, 0).0, [3, 2, 3]);
-        assert_eq!(append_grid(&layout(), 3, 66, 9).0, [3, 11, 3]);
-        assert_eq!(append_grid(&layout(), 3, usize::MAX, 0).0[1..], [2, 3]);
-        let (grid, threads) = append_grid(&layout(), usize::MAX, 1, 0);
-        assert_eq!((grid, threads), ([1, usize::MAX, 1], 128));
+        let grid = |batch, tokens, query_heads| {
+            let Grid { ctas, threads } = append_grid(&layout(), [batch, tokens], query_heads);
+            (ctas, threads)
+        };
+        assert_eq!(grid(3, 65, 0), ([2, 2, 3], COPY_THREADS));
+        assert_eq!(grid(3, 66, 0).0, [3, 2, 3]);
+        assert_eq!(grid(3, 66, 9).0, [3, 11, 3]);
+        assert_eq!(grid(3, usize::MAX, 0).0[1..], [2, 3]);
+        assert_eq!(grid(usize::MAX, 1, 0), ([1, usize::MAX, 1], 128));
         // Two KV heads are four warps, which take sixteen query heads in a column.
-        assert_eq!(append_grid(&layout(), 6, 1, 16), ([2, 6, 1], 128));
-        assert_eq!(append_grid(&layout(), 6, 1, 17), ([3, 6, 1], 128));
+        assert_eq!(grid(6, 1, 16), ([2, 6, 1], 128));
+        assert_eq!(grid(6, 1, 17), ([3, 6, 1], 128));
+        for nothing in [[0, 1], [0, 5], [7, 0]] {
+            assert!(append_grid(&layout(), nothing, 9).is_empty());
+        }
+    }
+
+    #[test]
+    fn positions_need_the_kernel_that_takes_them() {
+        let without = AppendShape {
+            rotary: false,
+            ..shape()
+        };
+        assert_eq!(
+            (shape().instances().unwrap().len(), args().kernel()),
+            (2, 0)
+        );
+        assert_eq!(
+            without.instances().unwrap(),
+            shape().instances().unwrap()[..1]
+        );
+        let rotated = AppendArgs {
+            rotary: Some(rotary(4)),
+            ..args()
+        };
+        assert_eq!(rotated.kernel(), 1);
+        rotated.params(&shape()).unwrap();
+        let said = rotated.params(&without).unwrap_err().to_string();
+        assert!(said.contains("AppendShape::rotary"), "{said}");
+        args().params(&without).unwrap();
+    }
+
+    #[test]
+    fn a_check_compares_lengths_with_the_table_and_new_tokens() {
+        let checked = args().checked(&shape()).unwrap().unwrap();
+        let (arrays, limits) = (checked.arrays, checked.limits);
+        assert_eq!((arrays.batch, arrays.residual_pages), (5, 0x100));
+        assert_eq!((limits.max_kv_len, limits.min_kv_len), (3 * 64, 7));
+        assert_eq!((limits.num_pages, limits.page_size), (1, 64));
+        assert_eq!((limits.positions, limits.num_positions), (0, 0));
     }
 
     #[test]

@@ -65,10 +65,7 @@ unsafe impl Op for CopyPagesArgs {
     fn grid(&self, (): &()) -> Grid {
         // Pages without bytes are no empty launch: they are refused.
         let slices = self.page_bytes.div_ceil(SLICE).max(1);
-        Grid {
-            ctas: [self.num_pairs, slices, 1],
-            threads: THREADS,
-        }
+        Grid::new([self.num_pairs, slices, 1], THREADS)
     }
 }
 
@@ -93,13 +90,7 @@ mod tests {
         let good = args(65_552, 65_536, 65_536);
         let params = good.params(&()).unwrap();
         assert_eq!((params.from_stride, params.to_stride), (65_552, 65_536));
-        assert_eq!(
-            good.grid(&()),
-            Grid {
-                ctas: [3, 4, 1],
-                threads: 256
-            }
-        );
+        assert_eq!(good.grid(&()), Grid::new([3, 4, 1], 256));
         for (from, to, bytes) in [
             (64, 64, 0),
             (64, 64, 56),

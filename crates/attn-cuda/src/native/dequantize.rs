@@ -103,10 +103,7 @@ impl Dequantized {
     /// Grid of the kernel.
     #[must_use]
     pub fn grid(&self) -> Grid {
-        Grid {
-            ctas: [self.heads, self.pages_each, self.batch],
-            threads: COPY_THREADS,
-        }
+        Grid::new([self.heads, self.pages_each, self.batch], COPY_THREADS)
     }
 
     /// Where the table lies, and scales or the other table, for pages at `at`.

@@ -96,10 +96,7 @@ unsafe impl Op for ExportArgs {
             0 => 0,
             tokens => tokens.saturating_add(TILE - 2) / TILE + 1,
         };
-        Grid {
-            ctas: [layout.num_kv_heads(), tiles, self.batch],
-            threads: COPY_THREADS,
-        }
+        Grid::new([layout.num_kv_heads(), tiles, self.batch], COPY_THREADS)
     }
 }
 

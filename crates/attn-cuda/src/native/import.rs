@@ -73,10 +73,7 @@ unsafe impl Op for ImportArgs {
 
     fn grid(&self, layout: &PageLayout) -> Grid {
         let pages = self.max_kv_len.div_ceil(layout.page_size());
-        Grid {
-            ctas: [pages, layout.num_kv_heads(), self.batch],
-            threads: COPY_THREADS,
-        }
+        Grid::new([pages, layout.num_kv_heads(), self.batch], COPY_THREADS)
     }
 }
 

@@ -51,10 +51,7 @@ unsafe impl Op for ListBlocksArgs {
 
     fn grid(&self, numbers: &QueryBlocksParams) -> Grid {
         let ctas = numbers.num_blocks.unsigned_abs() as usize;
-        Grid {
-            ctas: [ctas.div_ceil(THREADS).min(MOST_LISTERS), 1, 1],
-            threads: THREADS,
-        }
+        Grid::new([ctas.div_ceil(THREADS).min(MOST_LISTERS), 1, 1], THREADS)
     }
 
     fn checked(&self, numbers: &QueryBlocksParams) -> Result<Option<Checked>, Error> {

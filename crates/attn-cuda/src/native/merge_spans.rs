@@ -104,10 +104,7 @@ unsafe impl Op for MergeSpansArgs {
     }
 
     fn grid(&self, _: &Self::Shape) -> Grid {
-        Grid {
-            ctas: [self.rows.div_ceil(ROWS), 1, 1],
-            threads: 32 * ROWS,
-        }
+        Grid::new([self.rows.div_ceil(ROWS), 1, 1], 32 * ROWS)
     }
 }
 
@@ -201,13 +198,7 @@ mod tests {
             (16, 24, 4)
         );
         let some = MergeSpansArgs { rows: 6, ..good };
-        assert_eq!(
-            some.grid(&SHAPE),
-            Grid {
-                ctas: [2, 1, 1],
-                threads: 128
-            }
-        );
+        assert_eq!(some.grid(&SHAPE), Grid::new([2, 1, 1], 128));
         type Change = fn(&mut MergeSpansArgs);
         let changes: [(&str, Change); 6] = [
             ("rows", |a| a.rows = 15),

@@ -83,10 +83,7 @@ unsafe impl Op for MergeStatesArgs {
     }
 
     fn grid(&self, (): &()) -> Grid {
-        Grid {
-            ctas: [self.rows.div_ceil(ROWS), 1, 1],
-            threads: 32 * ROWS,
-        }
+        Grid::new([self.rows.div_ceil(ROWS), 1, 1], 32 * ROWS)
     }
 }
 
@@ -112,13 +109,7 @@ mod tests {
         let params = good.params(&()).unwrap();
         assert_eq!((params.states, params.rows, params.head_dim), (3, 7, 128));
         assert_eq!((params.in_dtype, params.out_dtype), (2, 0));
-        assert_eq!(
-            good.grid(&()),
-            Grid {
-                ctas: [2, 1, 1],
-                threads: 128
-            }
-        );
+        assert_eq!(good.grid(&()), Grid::new([2, 1, 1], 128));
         type Change = fn(&mut MergeStatesArgs);
         let changes: [(&str, Change); 6] = [
             ("head_dim", |a| a.head_dim = 0),

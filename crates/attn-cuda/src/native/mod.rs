@@ -1,9 +1,8 @@
 //! The entry for inference engines: the caller's stream and device buffers; nothing allocated, nothing synchronized.
 //!
-//! [`CudaBackend::prepare`] loads the kernels and sizes the workspace once; [`CudaBackend::decode_on`] and
-//! [`CudaBackend::append_on`] only enqueue, so a CUDA graph can capture them and replay with longer `kv_lens`.
-//! Every other launch is an [`Op`]: exports, imports, copies of pages, merges, lists of query blocks. [`CudaBackend::prepare_op`] loads its kernel, and
-//! [`CudaBackend::enqueue`] enqueues it.
+//! [`CudaBackend::prepare`] loads the kernels of a decode and sizes its workspace once; [`CudaBackend::decode_on`] only enqueues, so a CUDA graph can
+//! capture it and replay with longer `kv_lens`. Every other launch is an [`Op`]: appends, exports, imports, copies of pages, merges, lists of query blocks.
+//! [`CudaBackend::prepare_op`] loads its kernels once, and [`CudaBackend::enqueue`] enqueues it.
 //!
 //! ```no_run
 //! use std::ffi::c_void;
@@ -60,8 +59,9 @@ mod rows;
 pub(crate) mod slots;
 
 pub(crate) use append::check_heads;
-pub use append::{AppendArgs, NativeAppend};
+pub use append::{AppendArgs, AppendShape};
 pub use attn_kernels::cuda::KvLayout;
+pub use check::Checked;
 pub use copy_pages::CopyPagesArgs;
 pub use dtype::Dtype;
 pub use export::ExportArgs;
@@ -72,7 +72,7 @@ pub(crate) use launch_plan::{LaunchPlan, choose};
 pub use list_blocks::ListBlocksArgs;
 pub use merge_spans::{MergeSpansArgs, SpansArgs};
 pub use merge_states::MergeStatesArgs;
-pub use op::{Checked, Grid, Op, Prepared};
+pub use op::{Grid, Op, Prepared};
 pub(crate) use op::{enqueue, prepare_op};
 pub use pages::Pages;
 pub(crate) use query_blocks::PlanKind;
@@ -313,13 +313,16 @@ pub(crate) unsafe fn launch_decode_as(
             query_tokens: sizes::int("query tokens", plan.problem.query_tokens())?,
             ..CheckParams::default()
         };
-        let mut checked = DecodeParams {
-            batch: sizes::int("sequences", plan.problem.batch())?,
-            ..params
+        let checked = Checked {
+            doing: "checking a decode",
+            arrays: DecodeParams {
+                batch: sizes::int("sequences", plan.problem.batch())?,
+                ..params
+            },
+            limits,
         };
         // SAFETY: this function's contract.
-        unsafe { check(device, kernel, stream, &mut checked, limits) }
-            .map_err(failed("checking a decode"))?;
+        unsafe { check(device, kernel, stream, checked) }?;
     }
     let (made, params) = plan.launch_plan.dequantize_params(args, params);
     if let (Some(made), Some(kernel), Some(pages)) =

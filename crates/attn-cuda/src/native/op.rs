@@ -3,13 +3,13 @@
 use std::{ffi::c_void, fmt::Debug, sync::Arc};
 
 use attn_core::Error;
-use attn_kernels::cuda::{
-    Instance,
-    params::{CheckParams, DecodeParams},
-};
-use cudarc::driver::sys;
+use attn_kernels::cuda::Instance;
+use cudarc::driver::{DriverError, sys};
 
-use super::{Stream, check::check, check::check_kernel};
+use super::{
+    Checked, Stream,
+    check::{check, check_kernel},
+};
 use crate::{
     device::{Device, LoadedKernel},
     error::failed,
@@ -26,22 +26,17 @@ pub struct Grid {
 }
 
 impl Grid {
+    /// A grid of so many CTAs along each axis, of so many threads each.
+    #[must_use]
+    pub const fn new(ctas: [usize; 3], threads: usize) -> Self {
+        Grid { ctas, threads }
+    }
+
     /// Whether it has no CTA.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.ctas.contains(&0)
     }
-}
-
-/// What the checking launch of `ATTN_CUDA=check=1` looks at before another launch.
-#[derive(Debug, Clone, Copy)]
-pub struct Checked {
-    /// What is being checked, as errors say it.
-    pub doing: &'static str,
-    /// The arrays that it reads.
-    pub arrays: DecodeParams,
-    /// What their values are compared with.
-    pub limits: CheckParams,
 }
 
 /// A small launch: the addresses and numbers of one kernel's work. [`CudaBackend::prepare_op`] loads its kernels, [`CudaBackend::enqueue`] enqueues it.
@@ -157,12 +152,10 @@ pub(crate) unsafe fn enqueue_as<O: Op>(
         return Err(Error::parameter("kernel", op.kernel(), allowed));
     };
     if let Some(check_kernel) = &prepared.check
-        && let Some(mut checked) = op.checked(shape)?
+        && let Some(checked) = op.checked(shape)?
     {
-        let (arrays, limits) = (&mut checked.arrays, checked.limits);
         // SAFETY: this function's contract.
-        unsafe { check(device, check_kernel, stream, arrays, limits) }
-            .map_err(failed(checked.doing))?;
+        unsafe { check(device, check_kernel, stream, checked) }?;
     }
     // SAFETY: the kernel takes one `O::Params` by the trait's contract; the rest is this function's.
     unsafe { launch(kernel, stream, grid, params) }.map_err(failed(O::DOING))
@@ -178,14 +171,14 @@ pub(super) unsafe fn launch<P: Copy>(
     stream: sys::CUstream,
     grid: Grid,
     mut params: P,
-) -> Result<(), cudarc::driver::DriverError> {
+) -> Result<(), DriverError> {
     let mut arguments = [(&raw mut params).cast::<c_void>()];
     // SAFETY: this function's contract; `params` outlives the call, which copies it.
     unsafe { kernel.launch(stream, grid.ctas, grid.threads, &mut arguments) }
 }
 
 impl CudaBackend {
-    /// Loads (at first compiles) the kernels of small launches of this shape, such as an export's from pages of a layout; not for use inside a capture.
+    /// Loads (at first compiles) the kernels of small launches of this shape, such as appends to pages of a layout; not for use inside a capture.
     ///
     /// ```no_run
     /// use attn_core::{Error, KvFormat, PageLayout};
@@ -258,8 +251,8 @@ mod tests {
 
     use super::*;
     use crate::native::{
-        CopyPagesArgs, ExportArgs, ImportArgs, ListBlocksArgs, MergeSpansArgs, MergeStatesArgs,
-        read::ReadArgs,
+        AppendArgs, AppendShape, CopyPagesArgs, ExportArgs, ImportArgs, ListBlocksArgs,
+        MergeSpansArgs, MergeStatesArgs, SlotAppendArgs, read::ReadArgs,
     };
 
     /// Whether the text of every kernel of the op declares an entry that takes its parameter block, and nothing else.
@@ -280,6 +273,12 @@ mod tests {
     fn the_kernels_of_an_op_take_its_parameter_block() {
         let layout = PageLayout::new(KvFormat::INT8, 128, 64, 2).unwrap();
         let plain = PageLayout::new("int8-plain".parse().unwrap(), 128, 64, 2).unwrap();
+        let appends = AppendShape {
+            layout,
+            rotary: true,
+        };
+        takes_its_block::<AppendArgs>(appends);
+        takes_its_block::<SlotAppendArgs>(appends);
         takes_its_block::<ExportArgs>(layout);
         takes_its_block::<ImportArgs>(plain);
         takes_its_block::<CopyPagesArgs>(());
@@ -291,7 +290,7 @@ mod tests {
 
     #[test]
     fn a_grid_without_ctas_along_any_axis_is_empty() {
-        let grid = |ctas| Grid { ctas, threads: 128 };
+        let grid = |ctas| Grid::new(ctas, 128);
         assert!(!grid([1, 2, 3]).is_empty());
         for ctas in [[0, 2, 3], [1, 0, 3], [1, 2, 0]] {
             assert!(grid(ctas).is_empty());

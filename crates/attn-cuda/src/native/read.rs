@@ -47,10 +47,7 @@ unsafe impl Op for ReadArgs {
     }
 
     fn grid(&self, sms: &usize) -> Grid {
-        Grid {
-            ctas: [2 * sms, 1, 1],
-            threads: COPY_THREADS,
-        }
+        Grid::new([2 * sms, 1, 1], COPY_THREADS)
     }
 }
 

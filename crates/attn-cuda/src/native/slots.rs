@@ -1,24 +1,28 @@
 //! Appends of tokens that bring their places, as engines with a `slot_mapping` have them.
 
-use std::ffi::c_void;
-
-use attn_core::{Error, PageLayout};
-use attn_kernels::cuda::params::{AppendParams, CheckParams, DecodeParams};
-use cudarc::driver::sys;
+use attn_core::{Error, error::refuse};
+use attn_kernels::cuda::{
+    Instance,
+    params::{AppendParams, CheckParams, DecodeParams},
+};
 
 use super::{
-    KvRows, NativeAppend, Pages, RotaryArgs, append::append_grid, check, kv::check_residual_pages,
-    rotary::PositionsFrom,
+    AppendShape, Checked, Grid, KvRows, Op, Pages, RotaryArgs, append::append_grid,
+    kv::check_residual_pages, rotary::PositionsFrom,
 };
-use crate::{
-    error::failed,
-    gpu::CudaBackend,
-    handles::{DeviceAddress, Stream},
-    sizes,
-};
+use crate::{handles::DeviceAddress, sizes};
 
-/// Device addresses of one append launch in which every token brings its place, as engines with a `slot_mapping` have it: any number of tokens
-/// of any sequences.
+/// An append in which every token brings its place, as engines with a `slot_mapping` have it: any number of tokens of any sequences, with padding. The
+/// bytes are those of [`AppendArgs`](super::AppendArgs).
+///
+/// Refused are slots that are null, pages that overlap, residual pages that are missing, and rotary positions with a `rotary_dim`, an address or strides that
+/// are not allowed.
+///
+/// # Safety
+/// - On the device, no two slots are the same; slots that are not negative are in the pool, as are the residual pages of their tokens, in pages that belong to
+///   one sequence; a sequence's tokens lie side by side, in order; K and V of tokens with slots are finite.
+/// - With `rotary`, on the device, positions of tokens with slots are rows of `cos_sin`, and K is finite once rotated; rotated queries overlap nothing that
+///   runs meanwhile, and not K or V.
 #[derive(Debug, Clone, Copy)]
 pub struct SlotAppendArgs {
     /// K and V of the new tokens.
@@ -34,131 +38,92 @@ pub struct SlotAppendArgs {
     pub residual_pages: DeviceAddress,
     /// Tokens, skipped ones included.
     pub tokens: usize,
-    /// Rotary positions, by an append of [`CudaBackend::prepare_append_rotary`]; none where K is appended as it is.
+    /// Rotary positions, by an append prepared with [`AppendShape::rotary`]; none where K is appended as it is.
     pub rotary: Option<RotaryArgs>,
 }
 
-/// The kernel's parameter block of an append by slots.
-///
-/// # Errors
-/// [`Error::Parameter`] for a number that needs more than 31 bits, for pages that overlap, for slots that are null, for residual pages that are missing,
-/// and those of [`RotaryArgs`].
-pub fn slot_append_params(
-    args: &SlotAppendArgs,
-    layout: &PageLayout,
-) -> Result<AppendParams, Error> {
-    if args.slots.is_null() {
-        return Err(Error::parameter(
-            "slots",
-            format_args!("null"),
-            "an i64 for each token; append_on takes places from kv_lens",
-        ));
+// SAFETY: `attn_append` takes one AppendParams, asserted on both sides, and writes the tokens of the slots and rotated queries alone.
+unsafe impl Op for SlotAppendArgs {
+    type Shape = AppendShape;
+    type Params = AppendParams;
+    const DOING: &'static str = "appending by slots";
+
+    fn instances(shape: &AppendShape) -> Result<Vec<Instance>, Error> {
+        shape.instances()
     }
-    args.pool.check(layout.page_bytes())?;
-    check_residual_pages(layout, args.residual_pages)?;
-    let [k_tensor_scales, v_tensor_scales] = args.tensor_scales.map(DeviceAddress::get);
-    let rotary = match &args.rotary {
-        Some(rotary) => rotary.params(layout.head_dim(), args.tokens, PositionsFrom::Caller)?,
-        None => AppendParams::default(),
-    };
-    Ok(AppendParams {
-        pool: args.pool.at.get(),
-        page_stride: args.pool.stride as u64,
-        residual_pages: args.residual_pages.get(),
-        slots: args.slots.get(),
-        k_tensor_scales,
-        v_tensor_scales,
-        tokens: sizes::int("tokens to append", args.tokens)?,
-        num_kv_heads: sizes::int("num_kv_heads", layout.num_kv_heads())?,
-        ..args.rows.append_params(rotary)
-    })
-}
 
-/// Grid and threads of `append.cu` by slots: behind the columns of KV heads those of query heads that are rotated.
-#[must_use]
-pub fn slot_append_grid(layout: &PageLayout, args: &SlotAppendArgs) -> ([usize; 3], usize) {
-    let query_heads = args.rotary.map_or(0, |rotary| rotary.query_heads());
-    let ([columns, ..], threads) = append_grid(layout, 1, 1, query_heads);
-    ([args.tokens, columns, 1], threads)
-}
-
-/// Enqueues one append by slots.
-///
-/// # Safety
-/// Those of `CudaBackend::append_slots_on`; the device's context is current.
-pub(crate) unsafe fn launch_slot_append(
-    append: &NativeAppend,
-    stream: sys::CUstream,
-    args: &SlotAppendArgs,
-) -> Result<(), Error> {
-    let mut params = slot_append_params(args, &append.layout)?;
-    let kernel = append.kernel(args.rotary.as_ref())?;
-    if args.tokens == 0 {
-        return Ok(());
+    fn kernel(&self) -> usize {
+        usize::from(self.rotary.is_some())
     }
-    let (grid, threads) = slot_append_grid(&append.layout, args);
-    let mut arguments = [(&raw mut params).cast::<c_void>()];
-    // SAFETY: `attn_append` takes one AppendParams, asserted on both sides; the rest is this function's contract.
-    unsafe { kernel.launch(stream, grid, threads, &mut arguments) }
-        .map_err(failed("appending by slots"))
-}
 
-impl CudaBackend {
-    /// Enqueues the append of tokens that bring their slots: those of any sequences, any number of each, with padding. The bytes are those of
-    /// [`CudaBackend::append_on`].
-    ///
-    /// # Safety
-    /// - As [`CudaBackend::decode_on`] for the stream, addresses and lifetimes.
-    /// - On the device, no two slots are the same; slots that are not negative are in the pool, as are the residual pages of their tokens, in pages
-    ///   that belong to one sequence; a sequence's tokens lie side by side, in order; K and V of tokens with slots are finite.
-    /// - With [`SlotAppendArgs::rotary`], on the device, positions of tokens with slots are rows of `cos_sin`, and K is finite once rotated; rotated
-    ///   queries overlap nothing that runs meanwhile, and not K or V.
-    ///
-    /// # Errors
-    /// [`Error::Parameter`] for numbers of more than 31 bits, slots that are null, missing residual pages, and rotary positions with a `rotary_dim`,
-    /// an address or strides that are not allowed, or for an append that was prepared without; [`Error::Device`] with the driver's refusal, or with
-    /// [`CudaError::Check`](crate::CudaError::Check).
-    pub unsafe fn append_slots_on(
-        &self,
-        append: &NativeAppend,
-        stream: Stream,
-        args: &SlotAppendArgs,
-    ) -> Result<(), Error> {
-        if let Some(kernel) = append.check.as_ref().filter(|_| args.tokens > 0) {
-            // The checking launch reads what the host refuses where it is null.
-            slot_append_params(args, &append.layout)?;
-            let mut params = DecodeParams {
-                residual_pages: args.residual_pages.get(),
+    fn params(&self, shape: &AppendShape) -> Result<AppendParams, Error> {
+        if self.slots.is_null() {
+            let allowed = "an i64 for each token; AppendArgs takes places from kv_lens";
+            return refuse("slots", format_args!("null"), allowed);
+        }
+        let layout = &shape.layout;
+        self.pool.check(layout.page_bytes())?;
+        check_residual_pages(layout, self.residual_pages)?;
+        let [k_tensor_scales, v_tensor_scales] = self.tensor_scales.map(DeviceAddress::get);
+        let positions = PositionsFrom::Caller;
+        let rotary = shape.rotary_params(self.rotary.as_ref(), self.tokens, positions)?;
+        Ok(AppendParams {
+            pool: self.pool.at.get(),
+            page_stride: self.pool.stride as u64,
+            residual_pages: self.residual_pages.get(),
+            slots: self.slots.get(),
+            k_tensor_scales,
+            v_tensor_scales,
+            tokens: sizes::int("tokens to append", self.tokens)?,
+            num_kv_heads: sizes::int("num_kv_heads", layout.num_kv_heads())?,
+            ..self.rows.append_params(rotary)
+        })
+    }
+
+    /// Behind the columns of KV heads are those of query heads that are rotated.
+    fn grid(&self, shape: &AppendShape) -> Grid {
+        let query_heads = self.rotary.map_or(0, |rotary| rotary.query_heads());
+        let Grid { ctas, threads } = append_grid(&shape.layout, [1, 1], query_heads);
+        Grid::new([self.tokens, ctas[0], 1], threads)
+    }
+
+    fn checked(&self, shape: &AppendShape) -> Result<Option<Checked>, Error> {
+        Ok(Some(Checked {
+            doing: "checking an append by slots",
+            arrays: DecodeParams {
+                residual_pages: self.residual_pages.get(),
                 batch: 1,
                 ..DecodeParams::default()
-            };
-            let limits = CheckParams {
-                slots: args.slots.get(),
-                query_tokens: sizes::int("tokens to append", args.tokens)?,
-                num_pages: sizes::axis(args.pool.num_pages),
-                page_size: sizes::int("page_size", append.layout.page_size())?,
-                positions: args.rotary.map_or(0, |rotary| rotary.positions.get()),
-                num_positions: args.rotary.map_or(0, |rotary| rotary.rows()),
+            },
+            limits: CheckParams {
+                slots: self.slots.get(),
+                query_tokens: sizes::int("tokens to append", self.tokens)?,
+                num_pages: sizes::axis(self.pool.num_pages),
+                page_size: sizes::int("page_size", shape.layout.page_size())?,
+                positions: self.rotary.map_or(0, |rotary| rotary.positions.get()),
+                num_positions: self.rotary.map_or(0, |rotary| rotary.rows()),
                 ..CheckParams::default()
-            };
-            // SAFETY: this function's contract.
-            unsafe { check(&self.device, kernel, stream.raw(), &mut params, limits) }
-                .map_err(failed("checking an append by slots"))?;
-        }
-        // SAFETY: this function's contract.
-        unsafe { launch_slot_append(append, stream.raw(), args) }
+            },
+        }))
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use attn_core::{KvFormat, RotaryStyle};
+    use attn_core::{KvFormat, PageLayout, RotaryStyle};
 
     use crate::native::{Dtype, RotaryQueries};
 
     fn layout() -> PageLayout {
         PageLayout::new(KvFormat::INT4, 128, 64, 2).unwrap()
+    }
+
+    fn shape() -> AppendShape {
+        AppendShape {
+            layout: layout(),
+            rotary: true,
+        }
     }
 
     fn args(rotary: Option<RotaryArgs>) -> SlotAppendArgs {
@@ -183,7 +148,7 @@ mod tests {
     #[test]
     fn slots_are_needed_and_residual_pages_where_a_scheme_has_a_window() {
         let given = args(None);
-        let params = slot_append_params(&given, &layout()).unwrap();
+        let params = given.params(&shape()).unwrap();
         assert_eq!((params.slots, params.tokens, params.dtype), (0x200, 9, 2));
         assert_eq!((params.k_token_stride, params.v_token_stride), (256, 512));
         let [mut slots, mut residuals, mut tokens] = [given; 3];
@@ -195,11 +160,25 @@ mod tests {
             (residuals, "residual_pages"),
             (tokens, "tokens"),
         ] {
-            let refused = slot_append_params(&args, &layout()).unwrap_err();
+            let refused = args.params(&shape()).unwrap_err();
             assert!(refused.to_string().contains(what), "{refused}");
         }
-        assert_eq!(slot_append_grid(&layout(), &given), ([9, 1, 1], 128));
+        let Grid { ctas, threads } = given.grid(&shape());
+        assert_eq!((ctas, threads), ([9, 1, 1], 128));
+        tokens.tokens = 0;
+        assert!(tokens.grid(&shape()).is_empty());
+        let checked = given.checked(&shape()).unwrap().unwrap();
+        let limits = checked.limits;
+        assert_eq!(
+            (checked.arrays.residual_pages, limits.slots),
+            (0x100, 0x200)
+        );
+        assert_eq!(
+            (limits.query_tokens, limits.page_size, limits.num_pages),
+            (9, 64, 1)
+        );
     }
+
     #[test]
     fn rotary_positions_are_checked_and_passed_on() {
         let at = DeviceAddress::new;
@@ -220,7 +199,7 @@ mod tests {
             queries: Some(queries),
         };
         let with = |rotary| args(Some(rotary));
-        let params = slot_append_params(&with(rotary), &layout()).unwrap();
+        let params = with(rotary).params(&shape()).unwrap();
         assert_eq!((params.slots, params.dtype, params.tokens), (0x200, 2, 9));
         assert_eq!((params.cos_sin, params.positions), (0x700, 0x800));
         assert_eq!((params.q, params.q_out), (0x600, 0x600));
@@ -235,15 +214,15 @@ mod tests {
             params.is_interleaved,
         );
         assert_eq!(kind, (64, 1, 1));
-        let grid = |rotary| slot_append_grid(&layout(), &with(rotary));
-        assert_eq!(grid(rotary), ([9, 2, 1], 128));
+        let grid = |rotary| with(rotary).grid(&shape()).ctas;
+        assert_eq!((grid(rotary), with(rotary).kernel()), ([9, 2, 1], 1));
         let of_k_alone = RotaryArgs {
             style: RotaryStyle::HalfSplit,
             queries: None,
             ..rotary
         };
-        assert_eq!(grid(of_k_alone), ([9, 1, 1], 128));
-        let params = slot_append_params(&with(of_k_alone), &layout()).unwrap();
+        assert_eq!(grid(of_k_alone), [9, 1, 1]);
+        let params = with(of_k_alone).params(&shape()).unwrap();
         assert_eq!((params.q, params.is_interleaved), (0, 0));
         let changed = |change: &dyn Fn(&mut RotaryArgs)| {
             let mut rotary = rotary;
@@ -280,7 +259,7 @@ mod tests {
             (of_queries(&|q| q.out_token_stride = 1148), "do not overlap"),
             (of_queries(&|q| q.token_stride = 1152), "in place is 1152"),
         ] {
-            let refused = slot_append_params(&with(wrong), &layout()).unwrap_err();
+            let refused = with(wrong).params(&shape()).unwrap_err();
             let said = refused.to_string();
             assert!(said.contains(what), "{said} for {what}");
         }

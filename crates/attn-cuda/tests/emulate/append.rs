@@ -7,11 +7,9 @@ use anyhow::Result;
 use attn_conformance::case::noise;
 use attn_core::{CacheConfig, DecodeAttention, Heads, KvCache, RotaryStyle};
 use attn_cpu::CpuBackend;
-use attn_cuda::{
-    internals::{append_grid, append_params, slot_append_grid, slot_append_params},
-    native::{AppendArgs, DeviceAddress, Dtype, KvRows, Pages, SlotAppendArgs},
+use attn_cuda::native::{
+    AppendArgs, AppendShape, DeviceAddress, Dtype, KvRows, Pages, SlotAppendArgs,
 };
-use attn_kernels::cuda::Instance;
 use half::{bf16, f16};
 use libtest_mimic::Trial;
 
@@ -203,13 +201,11 @@ struct Tokens {
 }
 
 impl Job {
-    fn instance(&self) -> Instance {
-        Instance::Append {
-            format: self.config.format,
-            head_dim: self.config.head_dim,
-            page_size: self.config.page_size,
+    fn shape(&self) -> Result<AppendShape> {
+        Ok(AppendShape {
+            layout: self.config.layout()?,
             rotary: self.rotary.is_some(),
-        }
+        })
     }
 
     fn tokens(&self, seed: u64, count: usize) -> Tokens {
@@ -353,18 +349,8 @@ impl Job {
                 })
             }),
         };
-        let query_heads = rotary.map_or(0, |table| table.kind.q_heads);
-        let (grid, threads) = append_grid(&config.layout()?, self.lens.len(), tokens, query_heads);
-        // SAFETY: append.cu takes an AppendParams; its addresses are those of memory that lives until here, as large as `AppendArgs`
-        // asks, and the tables are the cache's own.
-        unsafe {
-            kernels.run(
-                &self.instance(),
-                &append_params(&args, &config.layout()?, false)?,
-                grid,
-                threads,
-            )
-        }?;
+        // SAFETY: the addresses are those of memory that lives until here, as large as `AppendArgs` asks, and the tables are the cache's own.
+        unsafe { kernels.launch(&self.shape()?, &args) }?;
         Ok(launch.and_then(|launch| launch.difference(bytemuck::cast_slice(&launch.out))))
     }
 
@@ -439,17 +425,8 @@ impl Job {
                 })
             }),
         };
-        let (grid, threads) = slot_append_grid(&config.layout()?, &args);
-        // SAFETY: append.cu takes an AppendParams; its addresses are those of memory that lives until here, as large as `SlotAppendArgs`
-        // asks, and the slots are those of the cache's own pages.
-        unsafe {
-            kernels.run(
-                &self.instance(),
-                &slot_append_params(&args, &config.layout()?)?,
-                grid,
-                threads,
-            )
-        }?;
+        // SAFETY: the addresses are those of memory that lives until here, as large as `SlotAppendArgs` asks, and the slots are those of the cache's own pages.
+        unsafe { kernels.launch(&self.shape()?, &args) }?;
         Ok(launch.and_then(|launch| launch.difference(bytemuck::cast_slice(&launch.out))))
     }
 

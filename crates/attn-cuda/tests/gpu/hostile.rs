@@ -15,8 +15,8 @@ use attn_cuda::{
     CudaBackend, CudaPages,
     internals::{context, stream_of},
     native::{
-        AppendArgs, DecodeArgs, DeviceAddress, DeviceKv, DeviceRows, Dtype, KvLayout, KvRows,
-        PagedSequences, Pages,
+        AppendArgs, AppendShape, DecodeArgs, DeviceAddress, DeviceKv, DeviceRows, Dtype, KvLayout,
+        KvRows, PagedSequences, Pages,
     },
 };
 use cudarc::driver::{DeviceRepr, PinnedHostSlice, ValidAsZeroBits};
@@ -356,7 +356,10 @@ fn is_refused(what: &str, result: Result<(), Error>) -> Result<()> {
 
 /// Numbers that the kernels' parameters cannot hold are refused before anything is launched.
 fn large_numbers_are_refused(gpu: &CudaBackend) -> Result<()> {
-    let append = gpu.prepare_append(&config(2, 2, 700))?;
+    let append = gpu.prepare_op(AppendShape {
+        layout: config(2, 2, 700).layout()?,
+        rotary: false,
+    })?;
     let small = AppendArgs {
         rows: KvRows {
             k: DeviceAddress::NULL,
@@ -389,7 +392,7 @@ fn large_numbers_are_refused(gpu: &CudaBackend) -> Result<()> {
     let stream = driver(context(gpu).new_stream())?;
     for (what, args) in [("tokens", tokens), ("batch", batch), ("stride", stride)] {
         // SAFETY: refused for the number that is too large; nothing is launched, and no address is used.
-        let result = unsafe { gpu.append_on(&append, stream_of(&stream), &args) };
+        let result = unsafe { gpu.enqueue(&append, stream_of(&stream), &args) };
         is_refused(what, result)?;
     }
     let plan = gpu.prepare(

@@ -12,8 +12,8 @@ use attn_cuda::{
     CudaBackend, CudaError, Options,
     internals::context,
     native::{
-        AppendArgs, DecodeArgs, DeviceAddress, DeviceKv, Dtype, KvLayout, KvRows, NativeAppend,
-        NativePlan, PagedSequences, Pages, SlotAppendArgs,
+        AppendArgs, AppendShape, DecodeArgs, DeviceAddress, DeviceKv, Dtype, KvLayout, KvRows,
+        NativePlan, PagedSequences, Pages, Prepared, SlotAppendArgs,
     },
 };
 use cudarc::driver::{CudaSlice, sys};
@@ -37,7 +37,8 @@ pub(super) struct Engine<'a> {
     pub(super) cache: KvCache,
     pub(super) problem: Problem,
     pub(super) plan: NativePlan,
-    pub(super) append: NativeAppend,
+    pub(super) append: Prepared<AppendArgs>,
+    slot_append: Prepared<SlotAppendArgs>,
     /// Number format of queries and outputs.
     pub(super) dtype: Dtype,
     pub(super) num_pages: usize,
@@ -111,8 +112,13 @@ impl<'a> Engine<'a> {
         let residuals: Vec<u32> = (0..BATCH * slots.max(1))
             .map(|i| (BATCH * STRIDE + i) as u32)
             .collect();
+        let shape = AppendShape {
+            layout: config.layout()?,
+            rotary: false,
+        };
         Ok(Engine {
-            append: gpu.prepare_append(&config)?,
+            append: gpu.prepare_op(shape)?,
+            slot_append: gpu.prepare_op(shape)?,
             pool: buffers.upload(&vec![0xffu8; num_pages * config.layout()?.page_bytes()])?,
             page_table: buffers.upload(&table())?,
             residual_pages: buffers.upload(&residuals)?,
@@ -286,7 +292,7 @@ impl<'a> Engine<'a> {
             rotary: None,
         };
         // SAFETY: as in `prefill`; the slots are those of the sequences' own pages, in order.
-        unsafe { self.gpu.append_slots_on(&self.append, b.raw(), &args) }?;
+        unsafe { self.gpu.enqueue(&self.slot_append, b.raw(), &args) }?;
         driver(b.stream.synchronize())
     }
 
@@ -295,7 +301,7 @@ impl<'a> Engine<'a> {
             self.next_tokens(b, 1, len, Dtype::F32)?;
             let args = self.append_args(b, 1, len);
             // SAFETY: the buffers are this struct's, sized for MAX_LEN; lengths and pages are its own; one stream.
-            unsafe { self.gpu.append_on(&self.append, self.buffers.raw(), &args) }?;
+            unsafe { self.gpu.enqueue(&self.append, self.buffers.raw(), &args) }?;
             driver(self.buffers.stream.synchronize())?;
         }
         Ok(())
@@ -322,7 +328,7 @@ impl<'a> Engine<'a> {
             unsafe { gpu.append_decode_on(&self.append, &self.plan, stream, append, &decode) }?;
         } else {
             // SAFETY: likewise.
-            unsafe { gpu.append_on(&self.append, stream, append) }?;
+            unsafe { gpu.enqueue(&self.append, stream, append) }?;
             // SAFETY: likewise.
             unsafe { gpu.decode_on(&self.plan, stream, &decode) }?;
         }
@@ -488,7 +494,7 @@ fn append_to(engine: &Engine<'_>, slots: [i64; 2]) -> Result<(), Error> {
         rotary: None,
     };
     // SAFETY: as in `prefill`, but for the slots, which the checking launch refuses before anything is written.
-    unsafe { engine.gpu.append_slots_on(&engine.append, b.raw(), &args) }
+    unsafe { engine.gpu.enqueue(&engine.slot_append, b.raw(), &args) }
 }
 
 /// The checking launch refuses what the contract of `decode_on` forbids, and the GPU works on.

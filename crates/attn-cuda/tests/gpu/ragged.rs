@@ -77,7 +77,7 @@ fn graph(gpu: &CudaBackend, format: KvFormat, tokens: usize) -> Result<()> {
             engine.next_tokens(b, 1, len, Dtype::F32)?;
             let append = engine.append_args(b, 1, len);
             // SAFETY: as in `Engine::prefill`.
-            unsafe { gpu.append_on(&engine.append, raw, &append) }?;
+            unsafe { gpu.enqueue(&engine.append, raw, &append) }?;
             driver(stream.synchronize())?;
         }
         engine.buffers.copy(&starts(q_lens), &mut cu_seqlens_q)?;

@@ -12,8 +12,8 @@ use attn_cuda::{
     CudaBackend, CudaError, Options,
     internals::context,
     native::{
-        AppendArgs, DecodeArgs, DeviceAddress, DeviceKv, Dtype, KvLayout, KvRows, NativeAppend,
-        NativePlan, PagedSequences, Pages, RotaryArgs, RotaryQueries, SlotAppendArgs,
+        AppendArgs, AppendShape, DecodeArgs, DeviceAddress, DeviceKv, Dtype, KvLayout, KvRows,
+        NativePlan, PagedSequences, Pages, Prepared, RotaryArgs, RotaryQueries, SlotAppendArgs,
     },
 };
 use cudarc::driver::CudaSlice;
@@ -33,7 +33,8 @@ const PAGE: usize = 64;
 struct Engine<'a> {
     gpu: &'a CudaBackend,
     buffers: Buffers,
-    append: NativeAppend,
+    append: Prepared<AppendArgs>,
+    slot_append: Prepared<SlotAppendArgs>,
     cache: KvCache,
     pool: CudaSlice<u8>,
     head_dim: usize,
@@ -62,8 +63,13 @@ impl<'a> Engine<'a> {
             .build();
         config.page_size = PAGE;
         let cache = CpuBackend::new().create_cache(&config)?;
+        let shape = AppendShape {
+            layout: config.layout()?,
+            rotary: true,
+        };
         Ok(Engine {
-            append: gpu.prepare_append_rotary(&config)?,
+            append: gpu.prepare_op(shape)?,
+            slot_append: gpu.prepare_op(shape)?,
             pool: buffers.upload(pool_of(&cache)?)?,
             gpu,
             buffers,
@@ -163,7 +169,7 @@ impl<'a> Engine<'a> {
         };
         // SAFETY: the arrays lie on the device until the download that waits for the launch or, after a refusal, until nothing runs; slots and
         // residual pages are the CPU's cache's own, whose pool has as many pages; positions are rows of the table, or the checking launch refuses.
-        unsafe { self.gpu.append_slots_on(&self.append, b.raw(), &args) }?;
+        unsafe { self.gpu.enqueue(&self.slot_append, b.raw(), &args) }?;
         b.download(&slots).map(drop)
     }
 }
@@ -329,7 +335,7 @@ fn stepped(gpu: &CudaBackend, name: &str, head_dim: usize, kind: Kind, dtype: Dt
         let decode = step.decode_args(&engine, dtype);
         // SAFETY: the arrays lie on the device until the downloads that wait for the launches; pages and lengths are those of the CPU's cache, whose
         // pool has as many pages; positions are rows of the table.
-        unsafe { gpu.append_on(&engine.append, stream, &append) }?;
+        unsafe { gpu.enqueue(&engine.append, stream, &append) }?;
         let rotated = b.download(&step.rotated)?;
         let mut want = numbers::rounded(
             dtype,
@@ -434,7 +440,7 @@ fn refused(options: &Options) -> Result<()> {
         let step = Step::new(&engine, &new, 2, &of_queries, Dtype::F32)?;
         let append = step.append_args(&engine, 2, &of_queries, Dtype::F32);
         // SAFETY: as in `stepped`; the checking launch refuses other positions than rows of the table.
-        let got = unsafe { gpu.append_on(&engine.append, engine.buffers.raw(), &append) };
+        let got = unsafe { gpu.enqueue(&engine.append, engine.buffers.raw(), &append) };
         match got {
             Ok(()) if is_right => {}
             Err(Error::Device { source, .. }) if !is_right => match source.downcast_ref() {
@@ -449,7 +455,10 @@ fn refused(options: &Options) -> Result<()> {
         }
         engine.buffers.download(&step.rotated)?;
     }
-    engine.append = gpu.prepare_append(engine.cache.config())?;
+    engine.slot_append = gpu.prepare_op(AppendShape {
+        layout: engine.cache.config().layout()?,
+        rotary: false,
+    })?;
     let said = match launch(&engine, 1, 0) {
         Err(Error::Parameter { what, .. }) => what,
         other => bail!("expected a refusal of rotary, got {other:?}"),

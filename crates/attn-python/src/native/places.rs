@@ -109,7 +109,7 @@ impl Plan {
 
     /// The sequences of an attention or an export in the library's pages; refuses a plan for another engine's.
     pub(super) fn sequences(&self, pages: &PageArrays<'_>) -> PyResult<PagedSequences> {
-        self.append()?;
+        self.launches()?;
         let (page_table, page_table_stride) = self.full_table(&pages.page_table)?;
         let (residual_pages, residual_slots) = self.residuals(pages)?;
         Ok(PagedSequences {
