@@ -257,7 +257,7 @@ fn generate_in(
     bar.finish_and_clear();
     printed?;
     if streams {
-        console.line("")?;
+        console.line(text.finish()?)?;
     } else if !console.json && !args.side_by_side {
         for (prompt, tokens) in args.prompts.iter().zip(&run.texts) {
             let text = ready.tokenizer.decode(tokens)?;

@@ -32,8 +32,9 @@ pub struct Tokenizer {
 }
 
 /// The text of tokens that come one by one; characters appear when their last token is there.
-pub struct TextStream<'a>(
-    tokenizers::DecodeStream<
+pub struct TextStream<'a> {
+    tokenizer: &'a Tokenizer,
+    inner: tokenizers::DecodeStream<
         'a,
         tokenizers::ModelWrapper,
         NormalizerWrapper,
@@ -41,7 +42,10 @@ pub struct TextStream<'a>(
         tokenizers::PostProcessorWrapper,
         DecoderWrapper,
     >,
-);
+    tokens: Vec<u32>,
+    /// Bytes of the text that [`TextStream::push`] has returned.
+    returned: usize,
+}
 
 impl TextStream<'_> {
     /// The text that a token adds; often none, if it ends within a character.
@@ -49,8 +53,20 @@ impl TextStream<'_> {
     /// # Errors
     /// [`Error::Tokenizer`].
     pub fn push(&mut self, token: u32) -> Result<String, Error> {
-        let text = guarded(|| self.0.step(token));
-        Ok(text.map_err(Error::Tokenizer)?.unwrap_or_default())
+        let text = guarded(|| self.inner.step(token));
+        let text = text.map_err(Error::Tokenizer)?.unwrap_or_default();
+        self.tokens.push(token);
+        self.returned += text.len();
+        Ok(text)
+    }
+
+    /// The rest of the text: U+FFFD for bytes at its end that are no whole character, and nothing if all are.
+    ///
+    /// # Errors
+    /// [`Error::Tokenizer`].
+    pub fn finish(self) -> Result<String, Error> {
+        let whole = self.tokenizer.decode(&self.tokens)?;
+        Ok(whole.get(self.returned..).unwrap_or_default().to_owned())
     }
 }
 
@@ -91,7 +107,12 @@ impl Tokenizer {
     /// Begins the text of tokens that come one by one.
     #[must_use]
     pub fn stream(&self) -> TextStream<'_> {
-        TextStream(self.inner.decode_stream(true))
+        TextStream {
+            tokenizer: self,
+            inner: self.inner.decode_stream(true),
+            tokens: Vec::new(),
+            returned: 0,
+        }
     }
 
     /// Tokens that end a text.

@@ -213,6 +213,17 @@ fn safetensors_give_the_model_and_tokens_of_the_gguf_file() {
         let mut stream = tokenizer.stream();
         let parts: Vec<_> = ids.iter().map(|id| stream.push(*id).unwrap()).collect();
         assert_eq!(parts.concat(), words);
+        assert_eq!(stream.finish().unwrap(), "");
+        // Those that the end cuts are not lost.
+        for count in 0..=ids.len() {
+            let mut stream = tokenizer.stream();
+            let mut parts: Vec<_> = ids[..count]
+                .iter()
+                .map(|id| stream.push(*id).unwrap())
+                .collect();
+            parts.push(stream.finish().unwrap());
+            assert_eq!(parts.concat(), tokenizer.decode(&ids[..count]).unwrap());
+        }
         assert_eq!(tokenizer.ends(), [256]);
     }
 }
