@@ -10,6 +10,8 @@ use attn_core::{
 };
 use half::bf16;
 
+use crate::noise::{Noise, mix, unit};
+
 /// A problem, a cache for it, and the seed of its inputs.
 #[derive(Debug, Clone)]
 pub struct Case {
@@ -71,21 +73,14 @@ pub enum Build {
     Bsnh,
 }
 
-fn splitmix(state: u64) -> u64 {
-    let mut z = (state ^ state >> 30).wrapping_mul(0xBF58_476D_1CE4_E5B9);
-    z = (z ^ z >> 27).wrapping_mul(0x94D0_49BB_1331_11EB);
-    z ^ z >> 31
-}
-
 /// Seeded numbers in −3..3, one in 97 of them 8 times larger.
 pub fn noise(seed: u64, n: usize) -> Vec<f32> {
-    let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15);
+    let mut noise = Noise::of_case(seed);
     (0..n)
         .map(|_| {
-            state = state.wrapping_add(0x9E37_79B9_7F4A_7C15);
-            let z = splitmix(state);
-            let x = ((z >> 40) as f32 / (1 << 23) as f32 - 1.0) * 3.0;
-            if z.is_multiple_of(97) { x * 8.0 } else { x }
+            let bits = noise.bits();
+            let x = unit(bits) * 3.0;
+            if bits.is_multiple_of(97) { x * 8.0 } else { x }
         })
         .collect()
 }
@@ -330,7 +325,7 @@ impl Case {
             Build::Shuffled => {
                 let mut cache = self.poisoned(backend, self.config())?;
                 let mut order: Vec<u32> = (0..cache.config().num_pages as u32).collect();
-                order.sort_by_key(|page| splitmix(self.seed << 32 | u64::from(*page)));
+                order.sort_by_key(|page| mix(self.seed << 32 | u64::from(*page)));
                 order_free_pages(&mut cache, &order)?;
                 let longest = lens.iter().copied().max().unwrap_or(0);
                 for t in (0..longest).step_by(37) {

@@ -8,6 +8,8 @@ pub mod case;
 pub mod check;
 #[cfg(feature = "trials")]
 pub mod events;
+pub mod fake;
+pub mod noise;
 pub mod oracle;
 pub mod random;
 pub mod table;

@@ -2,6 +2,8 @@
 //!
 //! Queries count as a backend multiplies them, rounded to 8 bits (`docs/arithmetic.md`, section 3) or as they are.
 
+mod row;
+
 use attn_core::{
     HostPages, KvCache, Problem,
     arithmetic::{LOG2_E, query_code, query_step},
@@ -9,6 +11,8 @@ use attn_core::{
     quant::{self, Param},
     rotation::{block, rotate_back},
 };
+
+pub use row::{QueryRow, Weights};
 
 /// What queries count as.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -50,8 +54,13 @@ pub fn attend(
                     Queries::Exact => q.iter().map(|x| f64::from(*x)).collect(),
                     Queries::Rounded => rounded(q, scale(h), is_rotated),
                 };
-                let row = Row { problem, b, i, h };
-                let (row, row_lse) = row.attend(&q, &kv[h / problem.heads_per_kv()]);
+                let row = QueryRow {
+                    problem,
+                    sequence: b,
+                    token: i,
+                    head: h,
+                };
+                let (row, row_lse) = attend_row(&row, &q, &kv[h / problem.heads_per_kv()]);
                 out.extend(row);
                 lse.push(row_lse);
             }
@@ -75,13 +84,13 @@ pub fn attend_rows(problem: &Problem, q: &[f32], k: &[f32], v: &[f32]) -> (Vec<f
     for (row, q) in q.chunks_exact(dim).enumerate() {
         let (i, h) = (row / problem.num_q_heads, row % problem.num_q_heads);
         let q: Vec<f64> = q.iter().map(|x| f64::from(*x)).collect();
-        let row = Row {
+        let row = QueryRow {
             problem,
-            b: 0,
-            i,
-            h,
+            sequence: 0,
+            token: i,
+            head: h,
         };
-        let (row, row_lse) = row.attend(&q, &kv[h / problem.heads_per_kv()]);
+        let (row, row_lse) = attend_row(&row, &q, &kv[h / problem.heads_per_kv()]);
         out.extend(row);
         lse.push(row_lse);
     }
@@ -127,66 +136,23 @@ fn rotate(row: &mut [f64], halvings: u32) {
     }
 }
 
-/// A query row of a problem.
-struct Row<'a> {
-    problem: &'a Problem,
-    b: usize,
-    i: usize,
-    h: usize,
-}
-
-impl Row<'_> {
-    fn attend(&self, q: &[f64], [k, v]: &[Stored; 2]) -> (Vec<f64>, f64) {
-        let Row { problem, b, i, h } = *self;
-        let (dim, kv_len) = (problem.head_dim, problem.kv_lens[b]);
-        let position = kv_len as f64 - problem.q_lens[b] as f64 + i as f64;
-        // The specification's words, not `Problem::visible`: a wrong mask there must not be right here.
-        let sees = |t: &usize| {
-            let t = *t as f64;
-            (!problem.scores.causal || t <= position)
-                && problem
-                    .scores
-                    .window_left
-                    .is_none_or(|w| t >= position - w as f64)
-        };
-        let own_tile = match problem.scores.causal {
-            true => (position / 64.0).floor(),
-            false => ((kv_len as f64 - 1.0) / 64.0).floor(),
-        };
-        let scores: Vec<(usize, f64)> = (0..kv_len)
-            .filter(sees)
-            .map(|t| {
-                let k = k.row(t, own_tile);
-                let dot: f64 = q.iter().zip(k).map(|(q, k)| q * k).sum();
-                let mut s = dot * f64::from(problem.score_scale());
-                if let Some(cap) = problem.scores.softcap {
-                    s = f64::from(cap) * (s / f64::from(cap)).tanh();
-                }
-                if let Some(slopes) = &problem.scores.alibi_slopes {
-                    s += f64::from(slopes[h]) * (t as f64 - position);
-                }
-                (t, s)
-            })
-            .collect();
-        let sink = problem
-            .scores
-            .sinks
-            .as_ref()
-            .map(|sinks| f64::from(sinks[h]));
-        let logits = || scores.iter().map(|(_, s)| *s).chain(sink);
-        let max = logits().fold(f64::NEG_INFINITY, f64::max);
-        if max == f64::NEG_INFINITY {
-            return (vec![0.0; dim], max);
-        }
-        let sum: f64 = logits().map(|s| (s - max).exp()).sum();
-        let mut out = vec![0.0; dim];
-        for (t, s) in scores {
-            let weight = (s - max).exp() / sum;
-            let v = v.row(t, own_tile);
-            out.iter_mut().zip(v).for_each(|(o, v)| *o += weight * v);
-        }
-        (out, max + sum.ln())
+/// Attends a row to K and V of its KV head; its outputs and its log-sum-exp.
+fn attend_row(row: &QueryRow<'_>, q: &[f64], [k, v]: &[Stored; 2]) -> (Vec<f64>, f64) {
+    let own_tile = row.own_tile();
+    let seen = (0..row.kv_len()).filter(|t| row.sees(*t));
+    let scores: Vec<(usize, f64)> = seen
+        .map(|t| {
+            let dot: f64 = q.iter().zip(k.row(t, own_tile)).map(|(q, k)| q * k).sum();
+            (t, row.score(t, dot * f64::from(row.problem.score_scale())))
+        })
+        .collect();
+    let weights = row.weigh(&scores);
+    let mut out = vec![0.0; row.problem.head_dim];
+    for (t, weight) in weights.of_tokens {
+        let v = v.row(t, own_tile);
+        out.iter_mut().zip(v).for_each(|(o, v)| *o += weight * v);
     }
+    (out, weights.lse)
 }
 
 /// K or V of one KV head of a sequence as it reads back, `[t][d]`: without and with residuals.

@@ -2,27 +2,10 @@
 
 use attn_core::KvFormat;
 
-use crate::case::{Build, Case};
-
-/// splitmix64.
-struct Random(u64);
-
-impl Random {
-    fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
-        let mut z = (self.0 ^ self.0 >> 30).wrapping_mul(0xBF58_476D_1CE4_E5B9);
-        z = (z ^ z >> 27).wrapping_mul(0x94D0_49BB_1331_11EB);
-        z ^ z >> 31
-    }
-
-    fn below(&mut self, n: usize) -> usize {
-        (self.next() % n as u64) as usize
-    }
-
-    fn pick<T: Copy>(&mut self, from: &[T]) -> T {
-        from[self.below(from.len())]
-    }
-}
+use crate::{
+    case::{Build, Case},
+    noise::Noise,
+};
 
 /// Format, head_dim and page_size of a random shape: enough to meet every code path, few enough to compile.
 const KINDS: [(&str, usize, usize); 15] = [
@@ -80,14 +63,14 @@ pub fn shapes() -> Vec<Case> {
 
 /// A random shape: heads, rows, lengths, pages and modifiers.
 pub fn random(seed: u64) -> Case {
-    let mut r = Random(seed);
+    let mut r = Noise::new(seed);
     let (format, head_dim, page_size) = r.pick(&KINDS);
     let (heads_per_kv, q_len) = r.pick(&ROWS);
     let heads = r.pick(&[1, 1, 2, 3]);
     // Few sequences, or more than a warp has lanes, a few of them long: splits of unequal cost, and many partials.
     let lens: Vec<usize> = if r.below(8) == 0 {
         let of_batch =
-            |i: usize, r: &mut Random| r.below(if i.is_multiple_of(8) { 6000 } else { 90 });
+            |i: usize, r: &mut Noise| r.below(if i.is_multiple_of(8) { 6000 } else { 90 });
         (0..33 + r.below(30)).map(|i| of_batch(i, &mut r)).collect()
     } else {
         let longest = r.pick(&[70, 300, 700, 700, 1500, 5000]);

@@ -4,64 +4,22 @@ use attn_conformance::{
     Case,
     check::{Bounds, bounds},
     check_table,
-};
-use attn_core::{
-    CacheConfig, DecodeAttention, DecodeStep, DeviceInfo, Error, KvCache, KvFormat, Plan, Problem,
-    StepOutputs, Unsupported,
+    fake::FakeBackend,
 };
 use attn_cpu::Reference;
 use rstest::rstest;
 
-/// The reference's answers, changed by a share of what the bounds allow.
-struct Off {
-    inner: Reference,
-    device: DeviceInfo,
-    /// Relative, of every output.
-    out: f64,
-    /// The bound of every log-sum-exp, relative to it or to 10 where that is more.
-    lse: f64,
-}
-
-impl Off {
-    fn new(backend: &'static str, out: f64, lse: f64) -> Self {
-        Off {
-            inner: Reference::new(),
-            device: DeviceInfo::new(backend, "test", ""),
-            out,
-            lse,
+/// The reference with every output multiplied by 1 + `out`, and every log-sum-exp moved by `lse` relative to it, or to 10 where that is more.
+fn off(backend: &'static str, out: f64, lse: f64) -> FakeBackend {
+    let reference = FakeBackend::of(Reference::new()).named(backend);
+    reference.with_answers(move |answer| {
+        for x in answer.out {
+            *x = (f64::from(*x) * (1.0 + out)) as f32;
         }
-    }
-}
-
-impl DecodeAttention for Off {
-    fn device(&self) -> &DeviceInfo {
-        &self.device
-    }
-
-    fn supports(&self, problem: &Problem, format: KvFormat) -> Result<(), Unsupported> {
-        self.inner.supports(problem, format)
-    }
-
-    fn create_cache(&self, config: &CacheConfig) -> Result<KvCache, Error> {
-        self.inner.create_cache(config)
-    }
-
-    fn plan(&self, problem: &Problem, format: KvFormat) -> Result<Plan, Error> {
-        self.inner.plan(problem, format)
-    }
-
-    fn execute(&self, step: &mut DecodeStep<'_>) -> Result<(), Error> {
-        self.inner.execute(step)?;
-        let StepOutputs { out, lse, .. } = step.parts().1;
-        let out = out.into_contiguous();
-        for x in out.expect("its tests give contiguous rows") {
-            *x = (f64::from(*x) * (1.0 + self.out)) as f32;
+        for x in answer.lse {
+            *x = (f64::from(*x) + lse * f64::from(x.abs()).max(10.0)) as f32;
         }
-        for x in lse.into_iter().flatten() {
-            *x = (f64::from(*x) + self.lse * f64::from(x.abs()).max(10.0)) as f32;
-        }
-        Ok(())
-    }
+    })
 }
 
 #[rstest]
@@ -88,7 +46,7 @@ fn a_fault_that_the_reference_shares_is_noticed_beyond_the_bound_and_no_sooner(
         (0.0, 1.2, Some("lse[0] is")),
         (0.0, -1.2, Some("lse[0] is")),
     ] {
-        let off = || Off::new(backend, out * allowed.out, lse * allowed.lse);
+        let off = || off(backend, out * allowed.out, lse * allowed.lse);
         assert_eq!(bounds(&off(), &case), allowed);
         let cases = std::slice::from_ref(&case);
         let report = check_table(&off(), &off(), cases, 1, &mut |_, _| ());

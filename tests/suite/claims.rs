@@ -8,105 +8,29 @@ use std::{
 };
 
 use attn_conformance::{
-    Build, Case, Inputs, Outcome, Size, cases_from_env, check, check_case, check_table, table,
+    Build, Case, Inputs, Outcome, Size, cases_from_env, check, check_case, check_table,
+    fake::{FakeBackend, FakePages},
+    table,
 };
 use attn_core::{
-    CacheAccess, CacheConfig, DecodeAttention, DecodeStep, DeviceInfo, Error, Heads, HostPages,
-    HostStore, KvCache, KvFormat, KvSource, PageStore, Plan, Problem, SpansStep, TokenWrite,
-    Unsupported, WideRows,
+    CacheConfig, DecodeAttention, Error, Heads, KvFormat, KvSource, Problem, SpansStep, Unsupported,
 };
 use attn_cpu::Reference;
 
-/// The reference with other caches, and with answers that are changed.
-struct Spoilt {
-    inner: Reference,
-    device: DeviceInfo,
-    software: bool,
-    /// Makes the cache of each call of `create_cache`, counted from 0.
-    cache: fn(&CacheConfig, usize) -> Result<KvCache, Error>,
-    caches: AtomicUsize,
-    answer: fn(&Problem, &mut [f32]),
-}
-
-fn spoilt() -> Spoilt {
-    let inner = Reference::new();
-    Spoilt {
-        device: inner.device().clone(),
-        inner,
-        software: false,
-        cache: |config, _| Reference::new().create_cache(config),
-        caches: 0.into(),
-        answer: |_, _| (),
-    }
-}
-
-impl DecodeAttention for Spoilt {
-    fn device(&self) -> &DeviceInfo {
-        &self.device
-    }
-
-    fn is_software(&self) -> bool {
-        self.software
-    }
-
-    fn supports(&self, problem: &Problem, format: KvFormat) -> Result<(), Unsupported> {
-        self.inner.supports(problem, format)
-    }
-
-    fn create_cache(&self, config: &CacheConfig) -> Result<KvCache, Error> {
-        (self.cache)(config, self.caches.fetch_add(1, Ordering::Relaxed))
-    }
-
-    fn plan(&self, problem: &Problem, format: KvFormat) -> Result<Plan, Error> {
-        self.inner.plan(problem, format)
-    }
-
-    fn execute(&self, step: &mut DecodeStep<'_>) -> Result<(), Error> {
-        self.inner.execute(step)?;
-        let problem = step.problem().clone();
-        let out = step.parts().1.out.into_contiguous();
-        let out = out.expect("its tests give contiguous rows");
-        (self.answer)(&problem, out);
-        Ok(())
-    }
-}
-
-/// A store whose appends write the first byte of page 0, too.
-struct Leaking(HostPages);
-
-impl HostStore for Leaking {
-    fn pages(&self) -> &HostPages {
-        &self.0
-    }
-
-    fn pages_mut(&mut self) -> &mut HostPages {
-        &mut self.0
-    }
-
-    fn append(
-        &mut self,
-        access: &CacheAccess,
-        layer: usize,
-        writes: &[TokenWrite],
-        k: WideRows<'_>,
-        v: WideRows<'_>,
-    ) -> Result<(), Error> {
-        self.0.append(access, layer, writes, k, v)?;
-        let mut page = self.0.read_page(access, layer, 0)?;
-        page[0] = page[0].wrapping_add(1);
-        self.0.write_page(access, layer, 0, &page)
-    }
+/// The reference, of which a test changes one thing.
+fn spoilt() -> FakeBackend {
+    FakeBackend::of(Reference::new())
 }
 
 fn case(format: &str) -> Case {
     Case::new([2, 1], 64, &[70, 9], format.parse().unwrap())
 }
 
-fn outcome(backend: &Spoilt, case: &Case) -> Outcome {
+fn outcome(backend: &FakeBackend, case: &Case) -> Outcome {
     check_case(&Reference::new(), backend, case)
 }
 
-fn failure(backend: &Spoilt, case: &Case) -> String {
+fn failure(backend: &FakeBackend, case: &Case) -> String {
     match outcome(backend, case) {
         Outcome::Failed(text) => text,
         other => panic!("{other:?}"),
@@ -135,7 +59,7 @@ fn a_backend_that_says_nothing_of_shards_refuses_them() {
     let q = [0.5; 64];
     let step = SpansStep::new(&plan, &q, KvSource::Cache(&cache)).unwrap();
     // The same step is one of the backend that it wraps.
-    assert_eq!(backend.inner.attend_spans(&step).unwrap().spans(), 1);
+    assert_eq!(Reference::new().attend_spans(&step).unwrap().spans(), 1);
     let refused = backend.attend_spans(&step).unwrap_err();
     assert!(
         matches!(refused, Error::Unsupported(Unsupported::NoKernel { .. })),
@@ -145,12 +69,11 @@ fn a_backend_that_says_nothing_of_shards_refuses_them() {
 
 #[test]
 fn the_first_cache_byte_that_differs_is_named() {
-    let mut backend = spoilt();
-    backend.cache = |config, _| {
+    let backend = spoilt().with_caches(|config| {
         let mut config = config.clone();
         config.k_tensor_scales.iter_mut().for_each(|s| *s *= 2.0);
         Reference::new().create_cache(&config)
-    };
+    });
     let text = failure(&backend, &case("int8-tensor"));
     assert!(
         text.contains("cache byte 0 of page 0 of sequence 0 is"),
@@ -160,13 +83,12 @@ fn the_first_cache_byte_that_differs_is_named() {
 
 #[test]
 fn another_number_of_pages_is_a_failure() {
-    let mut backend = spoilt();
     // Pages without a window are as large, but no residual pages belong to them.
-    backend.cache = |config, _| {
+    let backend = spoilt().with_caches(|config| {
         let mut config = config.clone();
         config.format = "int4-w0".parse()?;
         Reference::new().create_cache(&config)
-    };
+    });
     let text = failure(&backend, &case("int4"));
     assert!(
         text.contains("sequence 0 has 2 pages, expected 4"),
@@ -176,12 +98,20 @@ fn another_number_of_pages_is_a_failure() {
 
 #[test]
 fn appends_to_a_fork_that_reach_its_sibling_are_a_failure() {
-    let mut backend = spoilt();
-    // The first cache is the one that is decoded.
-    backend.cache = |config, call| match call {
-        0 => Reference::new().create_cache(config),
-        _ => KvCache::new(config.clone(), Box::new(Leaking(HostPages::new(config)?))),
-    };
+    let caches = AtomicUsize::new(0);
+    // The first cache is the one that is decoded; appends to the others write page 0, too.
+    let backend = spoilt().with_caches(move |config| {
+        let pages = FakePages::new(config)?;
+        match caches.fetch_add(1, Ordering::Relaxed) {
+            0 => pages.cache(),
+            _ => pages
+                .with_appends(|pages, call| {
+                    call.write(pages, call.writes)?;
+                    call.change_page(pages, 0)
+                })
+                .cache(),
+        }
+    });
     let mut forked = case("int8");
     forked.build = Build::Forked;
     let text = failure(&backend, &forked);
@@ -193,8 +123,7 @@ fn appends_to_a_fork_that_reach_its_sibling_are_a_failure() {
 
 #[test]
 fn inputs_of_the_largest_magnitudes_are_compared_in_bytes_alone() {
-    let mut backend = spoilt();
-    backend.answer = |_, out| out.fill(f32::NAN);
+    let backend = spoilt().with_answers(|answer| answer.out.fill(f32::NAN));
     let mut extreme = case("int8");
     extreme.inputs = Inputs::Extreme;
     assert_eq!(outcome(&backend, &extreme), Outcome::Passed(0));
@@ -202,33 +131,22 @@ fn inputs_of_the_largest_magnitudes_are_compared_in_bytes_alone() {
     let mut huge = case("bf16");
     huge.inputs = Inputs::Huge;
     assert!(failure(&backend, &huge).contains("out[0] is NaN"));
-    backend.device.backend = "theirs";
-    backend.answer = |_, out| out.iter_mut().for_each(|x| *x *= 1.5);
+    let backend = spoilt().named("theirs");
+    let backend = backend.with_answers(|answer| answer.out.iter_mut().for_each(|x| *x *= 1.5));
     assert!(matches!(outcome(&backend, &huge), Outcome::Passed(_)));
     huge.inputs = Inputs::Noise;
     assert!(failure(&backend, &huge).contains("relative L2 error"));
 }
 
-/// Changes the answer of a sequence of 70 tokens that is alone.
-fn first_alone(problem: &Problem, out: &mut [f32]) {
-    if problem.kv_lens == [70] {
-        flip(out);
-    }
-}
-
-/// Changes the answer of a sequence of 9 tokens that is alone.
-fn second_alone(problem: &Problem, out: &mut [f32]) {
-    if problem.kv_lens == [9] {
-        flip(out);
-    }
-}
-
 #[test]
 fn every_sequence_is_decoded_alone() {
-    let mut backend = spoilt();
-    let answers: [fn(&Problem, &mut [f32]); 2] = [first_alone, second_alone];
-    for (b, answer) in answers.into_iter().enumerate() {
-        backend.answer = answer;
+    for (b, len) in [70, 9].into_iter().enumerate() {
+        // Changes the answer of this sequence where it is alone.
+        let backend = spoilt().with_answers(move |answer| {
+            if answer.problem.kv_lens == [len] {
+                flip(answer.out);
+            }
+        });
         let mut alone = case("int8");
         assert!(matches!(outcome(&backend, &alone), Outcome::Passed(_)));
         alone.alone = true;
@@ -289,8 +207,7 @@ fn digests_are_fnv_1a_of_the_outputs_and_then_of_the_cases() {
 
 #[test]
 fn every_case_of_a_table_is_reported_once_with_its_place() {
-    let mut backend = spoilt();
-    backend.answer = |_, out| flip(out);
+    let backend = spoilt().with_answers(|answer| flip(answer.out));
     let cases = [1, 2, 3].map(|seed| Case {
         seed,
         ..case("int8")
@@ -346,8 +263,7 @@ static MOST: AtomicUsize = AtomicUsize::new(0);
 
 #[test]
 fn as_many_cases_run_at_a_time_as_were_asked_for() {
-    let mut backend = spoilt();
-    backend.answer = |_, _| {
+    let backend = spoilt().with_answers(|_| {
         MOST.fetch_max(1 + RUNNING.fetch_add(1, Ordering::SeqCst), Ordering::SeqCst);
         // A second thread, if there is one, comes before this case ends.
         let start = Instant::now();
@@ -355,7 +271,7 @@ fn as_many_cases_run_at_a_time_as_were_asked_for() {
             thread::sleep(Duration::from_millis(1));
         }
         RUNNING.fetch_sub(1, Ordering::SeqCst);
-    };
+    });
     let cases = [case("int8"), case("int8")];
     for (threads, most) in [(1, 1), (0, 1), (2, 2)] {
         MOST.store(0, Ordering::SeqCst);
@@ -371,8 +287,10 @@ const CHILD: &str = "TEST_CASES_OF_THE_ENVIRONMENT";
 #[test]
 fn the_environment_chooses_the_cases() {
     if let Some(kind) = std::env::var_os(CHILD) {
-        let mut backend = spoilt();
-        backend.software = kind == "software";
+        let backend = match kind == "software" {
+            true => spoilt().software(),
+            false => spoilt(),
+        };
         match cases_from_env(&backend) {
             Ok((cases, threads)) => {
                 let seeds: Vec<_> = cases.iter().map(|case| case.seed).collect();

@@ -1,29 +1,10 @@
 //! Plans and caches of another backend are refused by the CPU's, and no output is touched.
 
-use std::any::Any;
-
+use attn_conformance::fake::FakePages;
 use attn_core::{
-    CacheConfig, DecodeAttention, DecodeStep, Error, Heads, HostPages, HostStore, KvCache,
-    KvFormat, KvSource, Plan, Problem,
+    CacheConfig, DecodeAttention, DecodeStep, Error, Heads, KvFormat, KvSource, Plan, Problem,
 };
 use attn_cpu::{CpuBackend, Reference};
-
-/// Pages that the CPU's backends do not know.
-struct Elsewhere(HostPages);
-
-impl HostStore for Elsewhere {
-    fn pages(&self) -> &HostPages {
-        &self.0
-    }
-
-    fn pages_mut(&mut self) -> &mut HostPages {
-        &mut self.0
-    }
-
-    fn as_any(&self) -> &dyn Any {
-        self
-    }
-}
 
 fn backends() -> [Box<dyn DecodeAttention>; 2] {
     [Box::new(CpuBackend::new()), Box::new(Reference::new())]
@@ -60,8 +41,8 @@ fn another_backends_plan_or_cache_is_refused_and_no_output_is_touched() {
             cache
         };
         let theirs = {
-            let store = Elsewhere(HostPages::new(&config).unwrap());
-            let mut cache = KvCache::new(config, Box::new(store)).unwrap();
+            // Pages that the CPU's backends do not know.
+            let mut cache = FakePages::new(&config).unwrap().hidden().cache().unwrap();
             cache.append(0, &x, &x).unwrap();
             cache
         };

@@ -1,10 +1,9 @@
 //! The suite over backends that are wrong in one way each: it must say which, and where.
 
-use attn_conformance::{Case, check_table};
-use attn_core::{
-    CacheConfig, DecodeAttention, DecodeStep, DeviceInfo, Error, KvCache, KvFormat, Plan, Problem,
-    Unsupported,
-};
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use attn_conformance::{Case, check_table, fake::FakeBackend};
+use attn_core::Unsupported;
 use attn_cpu::Reference;
 use rstest::rstest;
 
@@ -25,61 +24,33 @@ enum Fault {
     Batch,
 }
 
-struct Theirs {
-    inner: Reference,
-    fault: Fault,
-    calls: std::sync::atomic::AtomicUsize,
-    device: DeviceInfo,
-}
-
-impl DecodeAttention for Theirs {
-    fn device(&self) -> &DeviceInfo {
-        &self.device
-    }
-
-    fn supports(&self, problem: &Problem, format: KvFormat) -> Result<(), Unsupported> {
-        match self.fault {
-            Fault::NoKernel => Err(Unsupported::NoKernel {
-                backend: "theirs",
-                what: format!("head_dim {}", problem.head_dim),
-                built: "nothing".to_owned(),
-            }),
-            _ => self.inner.supports(problem, format),
-        }
-    }
-
-    fn create_cache(&self, config: &CacheConfig) -> Result<KvCache, Error> {
-        self.inner.create_cache(config)
-    }
-
-    fn plan(&self, problem: &Problem, format: KvFormat) -> Result<Plan, Error> {
-        self.inner.plan(problem, format)
-    }
-
-    fn execute(&self, step: &mut DecodeStep<'_>) -> Result<(), Error> {
-        assert!(self.fault != Fault::Panic, "this backend panics");
-        let calls = self
-            .calls
-            .fetch_add(1, std::sync::atomic::Ordering::Relaxed);
-        self.inner.execute(step)?;
-        let batch = step.problem().batch();
-        let out = step.parts().1.out.into_contiguous();
-        let out = out.expect("its tests give contiguous rows");
-        let wrong = match self.fault {
-            Fault::LastBit => Some(7),
-            Fault::Restless if calls % 2 == 1 => Some(7),
-            Fault::Batch if batch > 1 => Some(7),
-            _ => None,
+/// The reference with a fault.
+fn theirs(fault: Fault) -> FakeBackend {
+    let calls = AtomicUsize::new(0);
+    let backend = FakeBackend::of(Reference::new()).named("theirs");
+    let backend = backend.with_refusals(move |problem, _| {
+        (fault == Fault::NoKernel).then(|| Unsupported::NoKernel {
+            backend: "theirs",
+            what: format!("head_dim {}", problem.head_dim),
+            built: "nothing".to_owned(),
+        })
+    });
+    backend.with_answers(move |answer| {
+        assert!(fault != Fault::Panic, "this backend panics");
+        let calls = calls.fetch_add(1, Ordering::Relaxed);
+        let wrong = match fault {
+            Fault::LastBit => true,
+            Fault::Restless => calls % 2 == 1,
+            Fault::Batch => answer.problem.batch() > 1,
+            _ => false,
         };
-        if let Some(i) = wrong {
-            out[i] = f32::from_bits(out[i].to_bits() ^ 1);
+        if wrong {
+            answer.out[7] = f32::from_bits(answer.out[7].to_bits() ^ 1);
         }
-        if self.fault == Fault::Unwritten {
-            let last = out.len() - 1;
-            out[last] = f32::NAN;
+        if let (Fault::Unwritten, Some(last)) = (fault, answer.out.last_mut()) {
+            *last = f32::NAN;
         }
-        Ok(())
-    }
+    })
 }
 
 fn case(format: &str, head_dim: usize) -> Case {
@@ -110,12 +81,7 @@ fn what_is_wrong_is_named(
     #[case] head_dim: usize,
     #[case] says: &str,
 ) {
-    let theirs = Theirs {
-        inner: Reference::new(),
-        fault,
-        calls: 0.into(),
-        device: DeviceInfo::new("theirs", "test", ""),
-    };
+    let theirs = theirs(fault);
     let case = case(format, head_dim);
     let report = check_table(&Reference::new(), &theirs, &[case], 1, &mut |_, _| ());
     assert_eq!(report.cases, 1);

@@ -3,7 +3,7 @@
 //! The queries and keys are exact in 8 bits, so that only weights and values err.
 
 use attn_conformance::{
-    Case, check,
+    Case, check, noise,
     oracle::{self, Queries},
 };
 use attn_core::{DecodeAttention, KvSource};
@@ -27,14 +27,6 @@ struct Tail {
     of_peak: f32,
 }
 
-/// Repeatable numbers from -1 to 1.
-fn noise(seed: usize) -> f32 {
-    let mut z = (seed as u64 + 1).wrapping_mul(0x9E37_79B9_7F4A_7C15);
-    z = (z ^ z >> 30).wrapping_mul(0xBF58_476D_1CE4_E5B9);
-    z = (z ^ z >> 27).wrapping_mul(0x94D0_49BB_1331_11EB);
-    ((z ^ z >> 31) >> 40) as f32 / (1 << 23) as f32 - 1.0
-}
-
 /// The relative error of decode against f64 attention over the same cache.
 fn error(format: &str, tail: Tail) -> f64 {
     let tokens = 64 * tail.tiles;
@@ -55,8 +47,8 @@ fn error(format: &str, tail: Tail) -> f64 {
         let own = (1.0 - tail.common * tail.common).sqrt();
         let factor = if t % 64 == 21 { tail.of_peak } else { 1.0 };
         let value = |d: usize| {
-            let shared = noise(head * DIM + d) * tail.common;
-            factor * (shared + own * noise(1000 + row * DIM + d))
+            let [shared, alone] = [head * DIM + d, 1000 + row * DIM + d].map(|at| noise::at(0, at));
+            factor * (shared * tail.common + own * alone)
         };
         v.extend((0..DIM).map(value));
     }

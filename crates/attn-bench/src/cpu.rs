@@ -389,9 +389,14 @@ impl Timer for CpuTimer {
 
 #[cfg(test)]
 mod tests {
-    use std::{sync::Mutex, thread::sleep, time::Duration};
+    use std::{
+        sync::{Arc, Mutex},
+        thread::sleep,
+        time::Duration,
+    };
 
-    use attn_core::{CacheConfig, DeviceInfo, Heads, KvFormat, Problem, Unsupported};
+    use attn_conformance::fake::FakeBackend;
+    use attn_core::{Heads, KvFormat, Problem};
 
     use super::*;
     use crate::workloads;
@@ -403,19 +408,18 @@ mod tests {
         Read(usize, usize),
     }
 
-    /// A backend and memory that note what is asked of them. Reads by four streams are the fastest.
-    struct Recorder {
-        inner: CpuBackend,
-        events: Mutex<Vec<Event>>,
-    }
+    /// What was asked of a backend and of memory, in order.
+    #[derive(Clone, Default)]
+    struct Events(Arc<Mutex<Vec<Event>>>);
 
-    impl Recorder {
+    impl Events {
         fn note(&self, event: Event) {
-            self.events.lock().unwrap().push(event);
+            self.0.lock().unwrap().push(event);
         }
     }
 
-    impl Memory for Recorder {
+    /// Memory that notes what is asked of it. Reads by four streams are the fastest.
+    impl Memory for Events {
         fn evict(&self) -> Line {
             self.note(Event::Evict);
             Line::default()
@@ -428,29 +432,6 @@ mod tests {
         }
     }
 
-    impl DecodeAttention for Recorder {
-        fn device(&self) -> &DeviceInfo {
-            self.inner.device()
-        }
-
-        fn supports(&self, problem: &Problem, format: KvFormat) -> Result<(), Unsupported> {
-            self.inner.supports(problem, format)
-        }
-
-        fn create_cache(&self, config: &CacheConfig) -> Result<KvCache, Error> {
-            self.inner.create_cache(config)
-        }
-
-        fn plan(&self, problem: &Problem, format: KvFormat) -> Result<Plan, Error> {
-            self.inner.plan(problem, format)
-        }
-
-        fn execute(&self, step: &mut DecodeStep<'_>) -> Result<(), Error> {
-            self.note(Event::Decode);
-            self.inner.execute(step)
-        }
-    }
-
     fn workload(name: &str) -> Workload {
         let found = workloads().into_iter().find(|s| s.to_string() == name);
         found.expect("a preset")
@@ -458,12 +439,15 @@ mod tests {
 
     #[test]
     fn every_timed_step_and_every_read_of_the_shapes_bytes_follows_an_eviction() {
-        let recorder = Recorder {
-            inner: CpuBackend::open().unwrap(),
-            events: Mutex::default(),
-        };
+        let events = Events::default();
+        let steps = events.clone();
+        let backend = FakeBackend::of(CpuBackend::open().unwrap());
+        let backend = backend.with_execute(move |cpu, step| {
+            steps.note(Event::Decode);
+            cpu.execute(step)
+        });
         let workload = workload("context/8-2-ctx1024/int8");
-        let measured = measure_beside(&recorder, &recorder, &workload, 2).unwrap();
+        let measured = measure_beside(&events, &backend, &workload, 2).unwrap();
         // 1024 tokens on 2 KV heads, of 128 codes and an f16 scale for K and for V.
         let bytes = 1024 * 2 * 2 * (128 + 2);
         let mut round = vec![Event::Evict, Event::Decode];
@@ -471,7 +455,7 @@ mod tests {
             round.extend([Event::Evict, Event::Read(bytes, streams)]);
         }
         let want = [vec![Event::Decode], round.clone(), round].concat();
-        assert_eq!(*recorder.events.lock().unwrap(), want);
+        assert_eq!(*events.0.lock().unwrap(), want);
         // The step took less than a read, and the read is the fastest of the four.
         let (step, read) = (measured.step.min, measured.ceiling.min);
         assert!(step < 30e3 && (30e3..90e3).contains(&read), "{measured:?}");

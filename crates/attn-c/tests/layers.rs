@@ -5,13 +5,13 @@ mod common;
 use std::ptr;
 
 use attn_c::*;
+use attn_conformance::noise::uniform;
 
 use common::*;
 
 /// Numbers as rows have them, another for each seed.
 fn values(count: usize, seed: usize) -> Vec<f32> {
-    let value = |i: usize| ((i * 37 + seed * 1009) % 101) as f32 / 50.0 - 1.0;
-    (0..count).map(value).collect()
+    uniform(seed as u64, 0..count)
 }
 
 fn of_layers(layers: usize) -> Handles {

@@ -8,6 +8,7 @@ use std::{
 };
 
 use attn_c::*;
+use attn_conformance::noise::uniform;
 
 use common::*;
 
@@ -191,8 +192,7 @@ fn steps_that_do_not_fit_are_refused_and_write_nothing() {
 #[test]
 fn tokens_with_gaps_are_those_without() {
     let handles = Handles::new();
-    let value = |i: usize| ((i * 37 % 101) as f32 - 50.0) / 50.0;
-    let dense: Vec<f32> = (0..5 * ROW).map(value).collect();
+    let dense = uniform(1, 0..5 * ROW);
     let stride = ROW + 24;
     let mut wide = vec![f32::NAN; 4 * stride + ROW];
     for (t, row) in dense.chunks(ROW).enumerate() {
@@ -396,8 +396,7 @@ fn spread(x: &[f32], heads: usize, [token, head]: [usize; 2], gap: f32) -> Vec<f
 #[test]
 fn rows_at_strides_are_those_without() {
     let handles = Handles::new();
-    let value = |i: usize| ((i * 37 % 101) as f32 - 50.0) / 50.0;
-    let kv: Vec<f32> = (0..5 * ROW).map(value).collect();
+    let kv = uniform(1, 0..5 * ROW);
     // Heads before tokens for K, heads apart for V.
     let (far_k, far_v) = (
         spread(&kv, HEADS, [DIM, 5 * DIM], f32::NAN),
@@ -411,7 +410,7 @@ fn rows_at_strides_are_those_without() {
     said(handles.append(&[one(0, 5)], &far));
     said(handles.append(&[one(1, 5)], &tokens(&kv, &kv)));
     let heads = 2 * HEADS;
-    let q: Vec<f32> = (3..3 + 2 * heads * DIM).map(value).collect();
+    let q = uniform(2, 0..2 * heads * DIM);
     let mut want = vec![0.0; q.len()];
     said(handles.attend(&[0, 1], PLAIN, &rows(&q, &mut want)));
     assert_eq!(want[..heads * DIM].len(), want[heads * DIM..].len());

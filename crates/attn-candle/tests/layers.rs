@@ -1,8 +1,11 @@
 //! Caches of several layers, and tokens that no window sees any more.
 
+mod common;
+
 use attn::{CacheConfig, Heads, KvFormat, Problem};
 use attn_candle::{Error, QuantizedKvCache};
 use candle_core::{Device, Tensor};
+use common::numbers;
 use rstest::rstest;
 
 const CPU: Device = Device::Cpu;
@@ -13,10 +16,8 @@ const HEADS: Heads = Heads {
 };
 
 fn rows(seed: usize, batch: usize, heads: usize, tokens: usize) -> Tensor {
-    let value = |i: usize| ((i * 37 + seed * 1009) % 101) as f32 / 50.0 - 1.0;
-    let count = batch * heads * tokens * HEADS.dim;
-    let all = Tensor::from_iter((0..count).map(value), &CPU).unwrap();
-    all.reshape((batch, heads, tokens, HEADS.dim)).unwrap()
+    let all = numbers(seed as u64, batch * heads * tokens * HEADS.dim);
+    Tensor::from_vec(all, (batch, heads, tokens, HEADS.dim), &CPU).unwrap()
 }
 
 fn bits(tensor: &Tensor) -> Vec<u32> {

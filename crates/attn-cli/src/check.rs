@@ -151,12 +151,12 @@ mod tests {
     use attn::Unsupported;
 
     use super::*;
-    use crate::faulty::{Fault, Faulty, program};
+    use crate::faulty::{self, Fault, program};
 
     /// The CPU alone, spoilt.
     fn spoilt(id: BackendId, fault: Fault) -> Result<Box<dyn DecodeAttention>, Unsupported> {
         match id {
-            BackendId::Cpu => Ok(Faulty::open(fault)),
+            BackendId::Cpu => Ok(faulty::open(fault)),
             _ => Err(Unsupported::Absent {
                 backend: "gpu",
                 reason: "none".to_owned(),

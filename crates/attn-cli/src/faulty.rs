@@ -1,9 +1,7 @@
 //! A backend that spoils the answers of the CPU, for tests of what the program says of one; and the program with it.
 
-use attn::{
-    BackendId, CacheConfig, DecodeAttention, DecodeStep, DeviceInfo, Error, KvCache, KvFormat,
-    Plan, Problem, Selection, StepOutputs, Unsupported, problem::HEAD_DIMS,
-};
+use attn::{BackendId, DecodeAttention, Selection, Unsupported, problem::HEAD_DIMS};
+use attn_conformance::fake::FakeBackend;
 use attn_cpu::CpuBackend;
 use clap::Parser;
 
@@ -16,74 +14,34 @@ use crate::{
 /// Changes outputs and log-sum-exps.
 pub type Fault = fn(&mut [f32], &mut [f32]);
 
-/// The CPU with a fault.
-pub struct Faulty {
-    inner: CpuBackend,
-    fault: Fault,
+/// The CPU with a fault, as opening it gives it. `attn check` holds it, as every program on the CPU, to the reduced table.
+pub fn open(fault: Fault) -> Box<dyn DecodeAttention> {
+    let cpu = FakeBackend::of(CpuBackend::open().expect("the CPU is there")).software();
+    let cpu = cpu.with_refusals(|problem, _| {
+        (!HEAD_DIMS.contains(&problem.head_dim)).then(|| Unsupported::NoKernel {
+            backend: "cpu",
+            what: format!("head_dim {}", problem.head_dim),
+            built: "others".to_owned(),
+        })
+    });
+    Box::new(cpu.with_answers(move |answer| fault(answer.out, answer.lse)))
 }
 
-impl Faulty {
-    /// The faulty backend, as opening it gives it.
-    pub fn open(fault: Fault) -> Box<dyn DecodeAttention> {
-        let inner = CpuBackend::open().expect("the CPU is there");
-        Box::new(Faulty { inner, fault })
-    }
-
-    /// A selection of a sound backend after CUDA's was absent.
-    pub fn after_another() -> Selection {
-        let absent = Unsupported::Absent {
-            backend: "cuda",
-            reason: "none".to_owned(),
-            next_step: "use another".to_owned(),
-        };
-        let mut selection = Faulty::select(|_, _| ());
-        selection.refused.push((BackendId::Cuda, absent));
-        selection
-    }
-
-    /// A selection of the faulty backend.
-    pub fn select(fault: Fault) -> Selection {
-        Selection::new(BackendId::Cpu, Faulty::open(fault))
-    }
+/// A selection of the faulty backend.
+pub fn select(fault: Fault) -> Selection {
+    Selection::new(BackendId::Cpu, open(fault))
 }
 
-impl DecodeAttention for Faulty {
-    fn device(&self) -> &DeviceInfo {
-        self.inner.device()
-    }
-
-    /// `attn check` holds emulated devices to the reduced table.
-    fn is_software(&self) -> bool {
-        true
-    }
-
-    fn supports(&self, problem: &Problem, format: KvFormat) -> Result<(), Unsupported> {
-        if !HEAD_DIMS.contains(&problem.head_dim) {
-            return Err(Unsupported::NoKernel {
-                backend: "cpu",
-                what: format!("head_dim {}", problem.head_dim),
-                built: "others".to_owned(),
-            });
-        }
-        self.inner.supports(problem, format)
-    }
-
-    fn create_cache(&self, config: &CacheConfig) -> Result<KvCache, Error> {
-        self.inner.create_cache(config)
-    }
-
-    fn plan(&self, problem: &Problem, format: KvFormat) -> Result<Plan, Error> {
-        self.inner.plan(problem, format)
-    }
-
-    fn execute(&self, step: &mut DecodeStep<'_>) -> Result<(), Error> {
-        self.inner.execute(step)?;
-        let StepOutputs { out, lse, .. } = step.parts().1;
-        let out = out.into_contiguous();
-        let out = out.expect("the program gives contiguous rows");
-        (self.fault)(out, lse.unwrap_or_default());
-        Ok(())
-    }
+/// A selection of a sound backend after CUDA's was absent.
+pub fn select_after_another() -> Selection {
+    let absent = Unsupported::Absent {
+        backend: "cuda",
+        reason: "none".to_owned(),
+        next_step: "use another".to_owned(),
+    };
+    let mut selection = select(|_, _| ());
+    selection.refused.push((BackendId::Cuda, absent));
+    selection
 }
 
 /// Runs the program; its exit code, standard output and standard error.

@@ -248,7 +248,7 @@ mod tests {
     use attn_bench::{Measured, Timing};
 
     use super::*;
-    use crate::faulty::{Faulty, program};
+    use crate::faulty::{self, program};
 
     const ARGS: [&str; 5] = ["run", "--backend", "cpu", "--kv", "int8"];
 
@@ -260,8 +260,8 @@ mod tests {
     #[test]
     fn nan_of_a_backend_is_printed_and_is_a_failure() {
         let backends = Backends {
-            open: |_| Ok(Faulty::open(|_, _| ())),
-            select: |_| Ok(Faulty::select(|_, lse| lse[3] = f32::NAN)),
+            open: |_| Ok(faulty::open(|_, _| ())),
+            select: |_| Ok(faulty::select(|_, lse| lse[3] = f32::NAN)),
         };
         let (code, table, err) = program(&ARGS, &backends);
         assert_eq!(code, 1, "{table}");
@@ -274,7 +274,7 @@ mod tests {
         );
 
         let backends = Backends {
-            select: |_| Ok(Faulty::select(|out, _| out[7] = f32::NAN)),
+            select: |_| Ok(faulty::select(|out, _| out[7] = f32::NAN)),
             ..backends
         };
         let (code, table, err) = program(&ARGS, &backends);
@@ -291,8 +291,8 @@ mod tests {
     #[test]
     fn infinite_outputs_are_a_failure() {
         let backends = Backends {
-            open: |_| Ok(Faulty::open(|_, _| ())),
-            select: |_| Ok(Faulty::select(|_, lse| lse[0] = f32::NEG_INFINITY)),
+            open: |_| Ok(faulty::open(|_, _| ())),
+            select: |_| Ok(faulty::select(|_, lse| lse[0] = f32::NEG_INFINITY)),
         };
         let (code, value, _) = json(&ARGS, &backends);
         assert_eq!(
@@ -304,8 +304,8 @@ mod tests {
     #[test]
     fn errors_are_those_of_the_answers() {
         let backends = Backends {
-            open: |_| Ok(Faulty::open(|_, _| ())),
-            select: |_| Ok(Faulty::select(|_, _| ())),
+            open: |_| Ok(faulty::open(|_, _| ())),
+            select: |_| Ok(faulty::select(|_, _| ())),
         };
         let (code, value, err) = json(&ARGS, &backends);
         assert_eq!((code, err.as_str()), (0, ""));
@@ -314,7 +314,7 @@ mod tests {
 
         let backends = Backends {
             select: |_| {
-                Ok(Faulty::select(|out, lse| {
+                Ok(faulty::select(|out, lse| {
                     out.iter_mut().for_each(|x| *x *= 3.0);
                     lse.iter_mut().for_each(|x| *x += 8.0);
                 }))
@@ -333,8 +333,8 @@ mod tests {
     #[test]
     fn the_table_names_the_device_the_inputs_and_what_was_not_used() {
         let backends = Backends {
-            open: |_| Ok(Faulty::open(|_, _| ())),
-            select: |_| Ok(Faulty::after_another()),
+            open: |_| Ok(faulty::open(|_, _| ())),
+            select: |_| Ok(faulty::select_after_another()),
         };
         let (code, table, err) = program(&["run", "--kv", "int8"], &backends);
         let mut lines = table.lines();
@@ -364,9 +364,9 @@ mod tests {
     fn one_format_with_nan_among_others_is_a_failure() {
         static CALLS: AtomicUsize = AtomicUsize::new(0);
         let backends = Backends {
-            open: |_| Ok(Faulty::open(|_, _| ())),
+            open: |_| Ok(faulty::open(|_, _| ())),
             select: |_| {
-                Ok(Faulty::select(|_, lse| {
+                Ok(faulty::select(|_, lse| {
                     // The steps of the first format are those of six layers.
                     if CALLS.fetch_add(1, Ordering::Relaxed) >= 6 * STEPS {
                         lse[0] = f32::NAN;
@@ -385,7 +385,7 @@ mod tests {
         let Layers { layers, scale, .. } = load(None, None).unwrap();
         let format: KvFormat = "int8".parse().unwrap();
         let mut totals = Totals::default();
-        let backend = Faulty::open(|_, _| ());
+        let backend = faulty::open(|_, _| ());
         decode(&*backend, &layers[0], format, scale, &mut totals).unwrap();
         assert_eq!((totals.layers, totals.bytes_per_token), (1, 132.0));
         assert_eq!(totals.compression, 64.0 * 4.0 / 132.0);
@@ -445,8 +445,8 @@ mod tests {
 
     #[test]
     fn programs_on_the_cpu_are_timed_by_the_hosts_clock() {
-        // Faulty is a program on the CPU; no timer is opened for it, whatever it is selected as.
-        let backend = Faulty::open(|_, _| ());
+        // The fake is a program on the CPU; no timer is opened for it, whatever it is selected as.
+        let backend = faulty::open(|_, _| ());
         for id in BackendId::ALL {
             assert!(DeviceClock::open(id, &*backend).unwrap().is_none());
         }

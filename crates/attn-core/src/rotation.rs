@@ -50,18 +50,10 @@ pub fn rotate_output(row: &mut [f32]) {
 
 #[cfg(test)]
 mod tests {
+    use attn_conformance::noise::uniform;
+
     use super::*;
     use crate::layout::HEAD_DIMS;
-
-    fn noise(seed: u32, n: usize) -> Vec<f32> {
-        let mut state = seed;
-        (0..n)
-            .map(|_| {
-                state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
-                (state >> 8) as f32 / (1 << 23) as f32 - 1.0
-            })
-            .collect()
-    }
 
     fn dot(a: &[f32], b: &[f32]) -> f64 {
         a.iter()
@@ -94,7 +86,7 @@ mod tests {
     #[test]
     fn there_and_back_is_the_row_and_scores_are_kept() {
         for dim in HEAD_DIMS {
-            let (q, k) = (noise(1, dim), noise(2, dim));
+            let (q, k) = (uniform(1, 0..dim), uniform(2, 0..dim));
             let (mut q_rotated, mut k_rotated) = (q.clone(), k.clone());
             rotate_back(&mut q_rotated);
             rotate_stored(&mut k_rotated);

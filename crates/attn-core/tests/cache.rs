@@ -1,18 +1,15 @@
 //! The page table: who owns which page, and what a refused or failed call leaves.
 
-#[path = "common/limited.rs"]
-mod limited;
-
 use std::sync::{
     Arc,
     atomic::{AtomicBool, Ordering},
 };
 
+use attn_conformance::fake::limited;
 use attn_core::{
     Append, CacheConfig, ElementIndex, Error, Heads, HostPages, KvCache, KvFormat, Scheme,
     internals::order_free_pages,
 };
-use limited::limited;
 use rstest::rstest;
 
 const DIM: usize = 64;

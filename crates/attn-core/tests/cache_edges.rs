@@ -1,18 +1,15 @@
 //! The page table at its edges: the last free page, sequences that do not exist, heads with runs of their own, what read_back leaves out.
 
-#[path = "common/limited.rs"]
-mod limited;
-
 use std::sync::{
     Arc,
     atomic::{AtomicBool, Ordering},
 };
 
+use attn_conformance::fake::{Call, limited};
 use attn_core::{
     Append, CacheConfig, Error, Heads, HostPages, KvCache, KvFormat, PageStore, PageTable,
     TokenWrite,
 };
-use limited::{Call, limited};
 use rstest::rstest;
 
 const DIM: usize = 64;

@@ -1,5 +1,6 @@
 //! Other engines' caches go in and come out unchanged, and mean what they meant.
 
+use attn_conformance::noise::Noise;
 use attn_core::{
     CacheConfig, Error, Heads, HostPages, Int8Scale, KvCache, KvFormat, PageLayout, Scheme,
     StridedRows,
@@ -206,8 +207,8 @@ proptest! {
         let scheme = Scheme::ALL[which];
         let format = RowFormat::Plain(scheme);
         let (tokens, row) = (70, format.row_bytes(dim));
-        let mut state = seed | 1;
-        let mut next = || { state ^= state << 13; state ^= state >> 7; state ^= state << 17; state };
+        let mut noise = Noise::new(seed);
+        let mut next = || noise.bits();
         let codes = match scheme {
             // Finite: exponents below the largest.
             Scheme::F16 | Scheme::Bf16 => (0..tokens * HEADS * dim).flat_map(|_| (next() as u16 & 0xbbff).to_le_bytes()).collect(),

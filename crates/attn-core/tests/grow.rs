@@ -1,5 +1,6 @@
 //! A cache grows in place: its sequences keep their bytes, and a refusal changes nothing.
 
+use attn_conformance::noise::uniform;
 use attn_core::{CacheConfig, Error, Heads, HostPages, KvCache, KvFormat, Scheme};
 use rstest::rstest;
 
@@ -23,12 +24,8 @@ fn cache(config: &CacheConfig) -> KvCache {
 /// Appends tokens `from..to` of a stream of values.
 fn append(cache: &mut KvCache, sequence: usize, from: usize, to: usize) -> Result<(), Error> {
     let row = HEADS.kv * HEADS.dim;
-    let values = |seed: usize| -> Vec<f32> {
-        (from * row..to * row)
-            .map(|i| ((i * 37 + seed) % 101) as f32 / 50.0 - 1.0)
-            .collect()
-    };
-    cache.append(sequence, &values(1)[..], &values(2)[..])
+    let [k, v] = [1, 2].map(|side| uniform(side, from * row..to * row));
+    cache.append(sequence, &k, &v)
 }
 
 #[rstest]

@@ -1,10 +1,9 @@
 //! Caches of several layers: one table and a pool for each layer, steps that are reserved once and written layer by layer, and taken back whole.
 
-#[path = "common/limited.rs"]
-mod limited;
 #[path = "layers/taken_back.rs"]
 mod taken_back;
 
+use attn_conformance::noise::uniform;
 use attn_core::{
     Append, CacheConfig, DecodeStep, ElementIndex, Error, Heads, HostPages, KvCache, KvSource,
     PageTable, Plan, Problem, SequenceImage,
@@ -41,11 +40,9 @@ fn cache(format: &str) -> KvCache {
 
 /// K or V of a layer: tokens `from..to` of text `seed`; none is like another's, nor like another layer's.
 fn values(layer: usize, seed: usize, from: usize, to: usize) -> Vec<f32> {
-    let value = |i: usize| {
-        let x = (i * 2_654_435_761 + seed * 40_503 + layer * 7_919) % 1_000_003;
-        x as f32 / 125_000.0 - 4.0
-    };
-    (from * ROW..to * ROW).map(value).collect()
+    let place = |token: usize| (1000 * layer + token) * ROW;
+    let numbers = uniform(seed as u64, place(from)..place(to));
+    numbers.into_iter().map(|x| 4.0 * x).collect()
 }
 
 /// K and V of a layer for a step: sequence s goes on with text s from its length in `lens` on.

@@ -1,8 +1,5 @@
 //! `docs/errors.md`: every error as a user reads it, from calls that are refused. `ATTN_UPDATE=1 cargo test -p attn-core --test messages` writes it again.
 
-#[path = "common/limited.rs"]
-mod limited;
-
 use std::{
     any::Any,
     collections::BTreeSet,
@@ -16,6 +13,7 @@ use std::{
     },
 };
 
+use attn_conformance::fake::{failure, limited};
 use attn_core::{
     Append, AttnState, BackendId, CacheConfig, DecodeStep, DeviceMemory, Dtype, Error, ErrorKind,
     Heads, HostPages, KvCache, KvFormat, KvSource, KvView, PageLayout, Plan, Problem, Rotary,
@@ -24,8 +22,6 @@ use attn_core::{
     convert::{ExternalRows, RowFormat, import, rows::q8_0_row},
     internals::order_free_pages,
 };
-
-use limited::{failure, limited};
 
 const DIM: usize = 64;
 const HEADS: Heads = Heads {

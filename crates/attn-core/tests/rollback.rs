@@ -1,5 +1,6 @@
 //! An engine takes tokens back, asks for room for the next step, and attends any sequences in a batch.
 
+use attn_conformance::noise::{Noise, uniform};
 use attn_core::{Append, CacheConfig, Error, Heads, HostPages, KvCache, KvSource, Plan, Problem};
 use rstest::rstest;
 
@@ -22,8 +23,8 @@ fn cache(format: &str, page_size: usize, pages: usize) -> KvCache {
 
 /// The values of tokens `from..to` of text `seed`; none is like another's.
 fn values(seed: usize, from: usize, to: usize) -> Vec<f32> {
-    let value = |i: usize| ((i * 2_654_435_761 + seed * 40_503) % 1_000_003) as f32 / 125_000.0;
-    (from * DIM..to * DIM).map(|i| value(i) - 4.0).collect()
+    let numbers = uniform(seed as u64, from * DIM..to * DIM);
+    numbers.into_iter().map(|x| 4.0 * x).collect()
 }
 
 /// Appends tokens of a text to a sequence up to the length `to`.
@@ -153,13 +154,8 @@ fn images_after_rounds_of_drafts_are_a_straight_runs(
         KvCache::new(config, Box::new(store)).unwrap()
     };
     let (mut drafted, mut straight) = (new(), new());
-    let (mut right, mut random) = (0, page_size + max_q_len);
-    let mut below = |n: usize| {
-        random = random
-            .wrapping_mul(6_364_136_223_846_793_005)
-            .wrapping_add(12345);
-        (random >> 33) % n
-    };
+    let (mut right, mut noise) = (0, Noise::new((page_size + max_q_len) as u64));
+    let mut below = |n: usize| noise.below(n);
     while right < 900 {
         // Few drafts in most rounds, so that some are taken back just behind a border.
         let drafts = 1 + match below(3) {

@@ -1,8 +1,9 @@
 //! A decode step checks the plan's problem, formats, lengths, and the magnitude of queries.
 
+use attn_conformance::fake::FakeBackend;
 use attn_core::{
     CacheConfig, DecodeAttention, DecodeStep, ElementIndex, Error, Heads, HostPages, KvCache,
-    KvFormat, KvSource, KvView, Plan, Problem, StridedRows,
+    KvSource, KvView, Plan, Problem, StridedRows,
 };
 use rstest::rstest;
 
@@ -97,36 +98,20 @@ fn sixteen_bit_queries_are_widened_and_results_rounded() {
     let (plan, cache) = (plan(problem(), "int8"), cache("int8", 1.0));
     let q = [half::f16::from_f32(0.25); 256];
     let mut out = [half::bf16::ZERO; 256];
-    /// Writes the sum of a query element and a number that bf16 cannot hold.
-    struct Echo(attn_core::DeviceInfo);
-    impl DecodeAttention for Echo {
-        fn device(&self) -> &attn_core::DeviceInfo {
-            &self.0
+    // Writes the sum of a query element and a number that bf16 cannot hold.
+    let echo = FakeBackend::idle("test").with_execute(|_, step| {
+        let (inputs, outputs) = step.parts();
+        let mut out = outputs.out;
+        let [tokens, heads, _] = out.shape();
+        for (token, head) in (0..tokens).flat_map(|t| (0..heads).map(move |h| (t, h))) {
+            let pairs = out
+                .row(token, head)
+                .iter_mut()
+                .zip(inputs.q().row(token, head));
+            pairs.for_each(|(out, q)| *out = q + 1.0 / 4096.0);
         }
-        fn supports(&self, _: &Problem, _: KvFormat) -> Result<(), attn_core::Unsupported> {
-            Ok(())
-        }
-        fn create_cache(&self, _: &CacheConfig) -> Result<KvCache, Error> {
-            unreachable!("the test has a cache")
-        }
-        fn plan(&self, _: &Problem, _: KvFormat) -> Result<Plan, Error> {
-            unreachable!("the test has a plan")
-        }
-        fn execute(&self, step: &mut DecodeStep<'_>) -> Result<(), Error> {
-            let (inputs, outputs) = step.parts();
-            let mut out = outputs.out;
-            let [tokens, heads, _] = out.shape();
-            for (token, head) in (0..tokens).flat_map(|t| (0..heads).map(move |h| (t, h))) {
-                let pairs = out
-                    .row(token, head)
-                    .iter_mut()
-                    .zip(inputs.q().row(token, head));
-                pairs.for_each(|(out, q)| *out = q + 1.0 / 4096.0);
-            }
-            Ok(())
-        }
-    }
-    let echo = Echo(attn_core::DeviceInfo::new("test", "", ""));
+        Ok(())
+    });
     let kv = KvSource::Cache(&cache);
     let mut step = DecodeStep::new(&plan, &q, kv, &mut out).unwrap();
     echo.decode(&mut step).unwrap();

@@ -1,5 +1,6 @@
 //! Vector kernels and reference on tiny steps of every kind: a quick subset of `bits.rs`, which takes minutes.
 
+use attn_conformance::noise::uniform;
 use attn_core::{
     CacheConfig, DecodeAttention, DecodeStep, Heads, KvCache, KvFormat, KvSource, KvView, Problem,
     Scheme, StridedRows,
@@ -32,8 +33,8 @@ const FORMATS: [&str; 21] = [
 
 /// Numbers between −2 and 2.
 fn noise(seed: usize, count: usize) -> Vec<f32> {
-    let number = |i: usize| ((i * 7919 + seed * 104_729) % 2017) as f32 / 504.0 - 2.0;
-    (0..count).map(number).collect()
+    let numbers = uniform(seed as u64, 0..count);
+    numbers.into_iter().map(|x| 2.0 * x).collect()
 }
 
 fn format(name: &str) -> KvFormat {

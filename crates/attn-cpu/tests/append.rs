@@ -1,5 +1,6 @@
 //! The vectorized quantizers write the bytes of the scalar ones, which define them, whatever the rows, the instruction set and the threads.
 
+use attn_conformance::noise::Noise;
 use attn_core::{
     Append, CacheConfig, DecodeAttention, Heads, KvCache, KvFormat, Scheme,
     layout::{HEAD_DIMS, PAGE_SIZES},
@@ -10,25 +11,20 @@ use attn_cpu::{CpuBackend, Isa, Options, Reference};
 use half::f16;
 
 /// Repeatable random numbers.
-struct Random(u64);
+struct Random(Noise);
 
 impl Random {
     fn bits(&mut self) -> u32 {
-        self.0 = self
-            .0
-            .wrapping_mul(6_364_136_223_846_793_005)
-            .wrapping_add(1);
-        let x = self.0;
-        (((x >> 18 ^ x) >> 27) as u32).rotate_right((x >> 59) as u32)
+        (self.0.bits() >> 32) as u32
     }
 
     fn below(&mut self, n: usize) -> usize {
-        self.bits() as usize % n
+        self.0.below(n)
     }
 
     /// From -1 to 1.
     fn unit(&mut self) -> f32 {
-        self.bits() as i32 as f32 / 2.0f32.powi(31)
+        self.0.unit()
     }
 
     /// Any finite number.
@@ -152,7 +148,7 @@ fn compare(format: KvFormat, dim: usize, page_size: usize, count: usize, seed: u
     if format.check(dim).is_err() {
         return;
     }
-    let (kv_heads, mut random) = (3, Random(seed));
+    let (kv_heads, mut random) = (3, Random(Noise::new(seed)));
     let heads = Heads {
         q: kv_heads,
         kv: kv_heads,

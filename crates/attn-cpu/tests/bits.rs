@@ -1,5 +1,6 @@
 //! The vector kernels give the reference's bits, for every instruction set that this machine has, at any number of threads.
 
+use attn_conformance::noise::Noise;
 use attn_core::{
     CacheConfig, DecodeAttention, DecodeStep, Heads, Int8Scale, KvFormat, KvSource, KvView,
     Problem, Scheme, StridedRows,
@@ -7,13 +8,8 @@ use attn_core::{
 use attn_cpu::{CpuBackend, Isa, Options, Reference};
 
 fn noise(seed: u64) -> impl FnMut() -> f32 {
-    let mut state = seed;
-    move || {
-        state = state
-            .wrapping_mul(6_364_136_223_846_793_005)
-            .wrapping_add(1_442_695_040_888_963_407);
-        ((state >> 40) as f32 / (1 << 23) as f32 - 1.0) * 3.0
-    }
+    let mut noise = Noise::new(seed);
+    move || 3.0 * noise.unit()
 }
 
 /// Inputs of a problem: K and V per sequence, and Q.

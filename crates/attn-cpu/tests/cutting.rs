@@ -1,15 +1,11 @@
 //! A step is cut into segments and spans for threads: whatever the cut, each sequence's answer is the reference's.
 
+use attn_conformance::noise::uniform;
 use attn_core::{
     CacheConfig, DecodeAttention, DecodeStep, Heads, KvCache, KvFormat, KvSource, Problem,
 };
 use attn_cpu::{CpuBackend, Reference};
 use rayon::ThreadPoolBuilder;
-
-fn numbers(seed: usize, count: usize) -> Vec<f32> {
-    let number = |i: usize| ((i * 7919 + seed * 104_729) % 2017) as f32 / 700.0 - 1.4;
-    (0..count).map(number).collect()
-}
 
 fn cache(problem: &Problem, format: KvFormat) -> KvCache {
     let (heads, dim) = (problem.num_kv_heads, problem.head_dim);
@@ -18,7 +14,7 @@ fn cache(problem: &Problem, format: KvFormat) -> KvCache {
         .build();
     let mut cache = CpuBackend::new().create_cache(&config).unwrap();
     for (b, len) in problem.kv_lens.iter().enumerate() {
-        let [k, v] = [2 * b, 2 * b + 1].map(|seed| numbers(seed, len * heads * dim));
+        let [k, v] = [2 * b, 2 * b + 1].map(|seed| uniform(seed as u64, 0..len * heads * dim));
         cache.append(b, &k, &v).unwrap();
     }
     cache
@@ -26,7 +22,7 @@ fn cache(problem: &Problem, format: KvFormat) -> KvCache {
 
 fn bits(backend: &dyn DecodeAttention, problem: &Problem, cache: &KvCache) -> Vec<u32> {
     let plan = backend.plan(problem, cache.config().format).unwrap();
-    let q = numbers(99, problem.elements());
+    let q = uniform(99, 0..problem.elements());
     let (mut out, mut lse) = (vec![f32::NAN; q.len()], vec![f32::NAN; problem.rows()]);
     let kv = KvSource::Cache(cache);
     let mut step = DecodeStep::new(&plan, &q, kv, &mut out)

@@ -4,6 +4,7 @@
 
 use std::arch::asm;
 
+use attn_conformance::noise;
 use attn_core::{
     CacheConfig, DecodeAttention, DecodeStep, Heads, KvFormat, KvSource, Problem, SpanStates,
     SpansStep,
@@ -67,7 +68,7 @@ fn in_modes<T>(other: u64, call: impl FnOnce() -> T) -> T {
 /// Numbers down to subnormal ones: K, V and queries whose products and sums are at the edge of f32.
 fn noise(seed: usize, count: usize, size: f32) -> Vec<f32> {
     let number = |i: usize| {
-        let x = ((i * 7919 + seed * 104_729) % 2017) as f32 / 504.0 - 2.0;
+        let x = 2.0 * noise::at(seed as u64, i);
         x * size * [1.0, 1e-3, 0.03][i % 3]
     };
     (0..count).map(number).collect()

@@ -2,6 +2,7 @@
 
 use std::ops::Range;
 
+use attn_conformance::noise::uniform;
 use attn_core::{
     CacheConfig, DecodeAttention, DecodeStep, Error, Heads, KvCache, KvFormat, KvSource, Problem,
     SpanStates, SpansStep,
@@ -13,18 +14,6 @@ const HEADS: Heads = Heads {
     kv: 2,
     dim: 64,
 };
-
-fn noise(seed: u64, n: usize) -> Vec<f32> {
-    let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
-    (0..n)
-        .map(|_| {
-            state ^= state << 13;
-            state ^= state >> 7;
-            state ^= state << 17;
-            (state >> 40) as f32 / (1 << 23) as f32 - 1.0
-        })
-        .collect()
-}
 
 /// Sequences of so many tokens and query tokens, in shards that end at the same spans.
 struct Case {
@@ -44,7 +33,7 @@ impl Case {
     }
 
     fn q(&self) -> Vec<f32> {
-        noise(1, self.problem.elements())
+        uniform(1, 0..self.problem.elements())
             .iter()
             .map(|x| 4.0 * x)
             .collect()
@@ -87,7 +76,7 @@ impl Case {
             .zip(&self.problem.q_lens)
             .enumerate()
         {
-            let [k, v] = [0, 1].map(|side| noise(10 + 2 * b as u64 + side, len * row));
+            let [k, v] = [0, 1].map(|side| uniform(10 + 2 * b as u64 + side, 0..len * row));
             let all = tokens(*len);
             let old = all.start..all.end.min(len - q_len).max(all.start);
             for part in [old.clone(), old.end..all.end] {

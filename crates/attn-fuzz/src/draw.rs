@@ -5,22 +5,14 @@
 use std::ops::RangeInclusive;
 
 use arbitrary::Unstructured;
+use attn_conformance::noise::Noise;
 use attn_core::{KvFormat, Scheme, Window};
-
-/// The next number of the splitmix64 sequence of `state`.
-pub fn splitmix(state: &mut u64) -> u64 {
-    *state = state.wrapping_add(0x9E37_79B9_7F4A_7C15);
-    let mut z = *state;
-    z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
-    z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
-    z ^ (z >> 31)
-}
 
 /// The bytes of the input of `seed`: up to 4 KiB, shorter ones more often.
 pub fn input(seed: u64) -> Vec<u8> {
-    let mut state = seed;
-    let len = 16usize << (splitmix(&mut state) % 9);
-    let words = (0..len / 8).map(|_| splitmix(&mut state));
+    let mut noise = Noise::new(seed);
+    let len = 16usize << noise.below(9);
+    let words = (0..len / 8).map(|_| noise.bits());
     words.flat_map(u64::to_le_bytes).collect()
 }
 
@@ -112,17 +104,14 @@ impl Draw<'_, '_> {
 
     /// `n` ordinary numbers of magnitude up to `largest`, from one seed of the input.
     pub fn noise(&mut self, n: usize, largest: f32) -> Vec<f32> {
-        let mut state = self.bits();
-        let mut next = || splitmix(&mut state) >> 40;
-        (0..n)
-            .map(|_| (next() as f32 / (1 << 23) as f32 - 1.0) * largest)
-            .collect()
+        let mut noise = Noise::new(self.bits());
+        (0..n).map(|_| noise.unit() * largest).collect()
     }
 
     /// `n` bytes, from one seed of the input.
     pub fn bytes(&mut self, n: usize) -> Vec<u8> {
-        let mut state = self.bits();
-        let words = (0..n.div_ceil(8)).map(|_| splitmix(&mut state));
+        let mut noise = Noise::new(self.bits());
+        let words = (0..n.div_ceil(8)).map(|_| noise.bits());
         let mut bytes: Vec<u8> = words.flat_map(u64::to_le_bytes).collect();
         bytes.truncate(n);
         bytes

@@ -19,11 +19,9 @@ use std::{
 
 use anyhow::{Context, Result, bail, ensure};
 use arbitrary::Unstructured;
+use attn_conformance::noise::Noise;
 
-use crate::{
-    FUZZERS, Fuzzer,
-    draw::{input, splitmix},
-};
+use crate::{FUZZERS, Fuzzer, draw::input};
 
 /// Address space of a child in KiB: what asks for more than any input needs fails there.
 const MEMORY_KIB: u64 = 6 << 20;
@@ -110,11 +108,11 @@ impl Options {
 
 /// The seed of a run's input `index` for one fuzzer.
 fn seed_of(run: u64, name: &str, index: u64) -> u64 {
-    let mut state = name
+    let next = |state: u64| Noise::new(state).bits();
+    let of_name = name
         .bytes()
-        .fold(run, |state, byte| splitmix(&mut (state ^ u64::from(byte))));
-    state = state.wrapping_add(index);
-    splitmix(&mut state)
+        .fold(run, |state, byte| next(state ^ u64::from(byte)));
+    next(of_name.wrapping_add(index))
 }
 
 /// Runs one input; a panic is an error with its text and place.

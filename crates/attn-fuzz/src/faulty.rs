@@ -1,12 +1,7 @@
 //! Backends that are wrong in one way each, for the tests of the fuzzers themselves.
 
-use std::sync::atomic::{AtomicU32, Ordering};
-
-use attn_core::{
-    CacheConfig, DecodeAttention, DecodeStep, DeviceInfo, Error, HostPages, HostStore, KvCache,
-    KvFormat, KvSource, PageStore, Plan, Problem, TokenWrite, Unsupported, WideRows,
-    cache::CacheAccess,
-};
+use attn_conformance::fake::{FakeBackend, FakePages};
+use attn_core::{CacheConfig, DecodeAttention, DecodeStep, Error, KvCache, KvSource};
 use attn_cpu::Reference;
 
 use crate::backends::Backends;
@@ -29,64 +24,39 @@ enum Fault {
     Residuals,
 }
 
-struct Faulty {
-    inner: Reference,
-    fault: Fault,
+/// The reference with a fault.
+fn faulty(fault: Fault) -> Box<dyn DecodeAttention> {
+    let backend = FakeBackend::of(Reference::new());
+    Box::new(match fault {
+        Fault::None => backend,
+        Fault::Page | Fault::Residuals => {
+            backend.with_caches(move |config| faulty_cache(config, fault))
+        }
+        Fault::Coarse => backend.with_execute(without_residuals),
+        Fault::Size => backend.with_answers(|answer| enlarge(answer.out, 1.02)),
+        Fault::IntegerSize => backend.with_answers(|answer| {
+            if answer.format.is_integer() {
+                enlarge(answer.out, 1.15);
+            }
+        }),
+        Fault::Bit => backend.with_answers(|answer| {
+            let is_long = answer.problem.kv_lens.iter().any(|len| *len > 20);
+            if let (true, Some(x)) = (is_long, answer.out.last_mut()) {
+                *x = f32::from_bits(x.to_bits() ^ 1);
+            }
+        }),
+    })
 }
 
-impl DecodeAttention for Faulty {
-    fn device(&self) -> &DeviceInfo {
-        self.inner.device()
-    }
-
-    fn supports(&self, problem: &Problem, format: KvFormat) -> Result<(), Unsupported> {
-        self.inner.supports(problem, format)
-    }
-
-    fn create_cache(&self, config: &CacheConfig) -> Result<KvCache, Error> {
-        if !matches!(self.fault, Fault::Page | Fault::Residuals) {
-            return self.inner.create_cache(config);
-        }
-        let pages = HostPages::new(config)?;
-        KvCache::new(
-            config.clone(),
-            Box::new(FaultyPages {
-                pages,
-                fault: self.fault,
-                calls: AtomicU32::new(0),
-            }),
-        )
-    }
-
-    fn plan(&self, problem: &Problem, format: KvFormat) -> Result<Plan, Error> {
-        self.inner.plan(problem, format)
-    }
-
-    fn execute(&self, step: &mut DecodeStep<'_>) -> Result<(), Error> {
-        if self.fault == Fault::Coarse {
-            return without_residuals(&self.inner, step);
-        }
-        self.inner.execute(step)?;
-        let is_integer = step.plan().format().is_integer();
-        let long = step.problem().kv_lens.iter().any(|len| *len > 20);
-        let out = step.parts().1.out.into_contiguous();
-        let out = out.expect("its tests give contiguous rows");
-        match self.fault {
-            Fault::Bit if long => {
-                if let Some(x) = out.last_mut() {
-                    *x = f32::from_bits(x.to_bits() ^ 1);
-                }
-            }
-            Fault::Size => out.iter_mut().for_each(|x| *x *= 1.02),
-            Fault::IntegerSize if is_integer => out.iter_mut().for_each(|x| *x *= 1.15),
-            _ => {}
-        }
-        Ok(())
-    }
+fn enlarge(out: &mut [f32], factor: f32) {
+    out.iter_mut().for_each(|x| *x *= factor);
 }
 
 /// Decodes a copy of the step's cache whose residuals are all 8.
-fn without_residuals(backend: &Reference, step: &mut DecodeStep<'_>) -> Result<(), Error> {
+fn without_residuals(
+    backend: &dyn DecodeAttention,
+    step: &mut DecodeStep<'_>,
+) -> Result<(), Error> {
     let (inputs, outputs) = step.parts();
     let KvSource::Cache(cache) = inputs.kv() else {
         return backend.execute(step);
@@ -109,55 +79,28 @@ fn without_residuals(backend: &Reference, step: &mut DecodeStep<'_>) -> Result<(
     backend.execute(&mut step)
 }
 
-struct FaultyPages {
-    pages: HostPages,
-    fault: Fault,
-    calls: AtomicU32,
-}
-
-impl HostStore for FaultyPages {
-    fn pages(&self) -> &HostPages {
-        &self.pages
-    }
-
-    fn pages_mut(&mut self) -> &mut HostPages {
-        &mut self.pages
-    }
-
-    fn append(
-        &mut self,
-        access: &CacheAccess,
-        layer: usize,
-        writes: &[TokenWrite],
-        k: WideRows<'_>,
-        v: WideRows<'_>,
-    ) -> Result<(), Error> {
-        let is_second = self.calls.fetch_add(1, Ordering::Relaxed) == 1;
-        let mut writes = writes.to_vec();
-        if is_second && self.fault == Fault::Residuals {
+/// A cache whose second append is faulty.
+fn faulty_cache(config: &CacheConfig, fault: Fault) -> Result<KvCache, Error> {
+    let mut appends = 0;
+    let pages = FakePages::new(config)?.with_appends(move |pages, call| {
+        appends += 1;
+        let mut writes = call.writes.to_vec();
+        if appends == 2 && fault == Fault::Residuals {
             writes.iter_mut().for_each(|w| w.residual_page = None);
         }
-        self.pages.append(access, layer, &writes, k, v)?;
-        if is_second && self.fault == Fault::Page {
-            let mut page = self.pages.read_page(access, layer, writes[0].page)?;
-            page[0] ^= 1;
-            self.pages
-                .write_page(access, layer, writes[0].page, &page)?;
+        call.write(pages, &writes)?;
+        if appends == 2 && fault == Fault::Page {
+            call.change_page(pages, writes[0].page)?;
         }
         Ok(())
-    }
+    });
+    pages.cache()
 }
 
 fn backends(reference: Fault, other: Fault) -> Backends {
-    let of = |fault| -> Box<dyn DecodeAttention> {
-        Box::new(Faulty {
-            inner: Reference::new(),
-            fault,
-        })
-    };
     Backends {
-        reference: of(reference),
-        others: vec![("faulty".to_owned(), of(other))],
+        reference: faulty(reference),
+        others: vec![("faulty".to_owned(), faulty(other))],
     }
 }
 

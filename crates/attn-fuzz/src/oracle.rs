@@ -3,6 +3,7 @@
 //! In the integer arithmetic a query counts with its 8 bits, and an output may err by a step of each of its weights; a row reads a rotated
 //! 4-bit cache as its own tile says (`docs/arithmetic.md`, sections 3 to 5).
 
+use attn_conformance::oracle::QueryRow;
 use attn_core::Problem;
 
 use crate::pages::{self, Numbers, Side};
@@ -31,14 +32,14 @@ pub fn attend(problem: &Problem, integer: bool, q: &[f32], kv: &[[Side; 2]]) -> 
         for i in 0..tokens.len() {
             for h in 0..problem.num_q_heads {
                 let at = ((tokens.start + i) * problem.num_q_heads + h) * problem.head_dim;
-                let of = Attended {
+                let row = QueryRow {
                     problem,
-                    integer,
-                    head: h / (problem.num_q_heads / problem.num_kv_heads),
-                    len: problem.kv_lens[b],
-                    position: problem.kv_lens[b] as f64 - problem.q_lens[b] as f64 + i as f64,
+                    sequence: b,
+                    token: i,
+                    head: h,
                 };
-                rows.push(of.row(h, &q[at..at + problem.head_dim], sides));
+                let of = Attended { row, integer };
+                rows.push(of.answer(&q[at..at + problem.head_dim], sides));
             }
         }
     }
@@ -81,76 +82,46 @@ fn norm(x: &[f64]) -> f64 {
     x.iter().map(|x| x * x).sum::<f64>().sqrt()
 }
 
-/// A token that a row sees.
-struct Seen {
-    t: usize,
-    score: f64,
-}
-
-/// What a row attends to.
+/// A row, and the arithmetic that answers it.
 struct Attended<'a> {
-    problem: &'a Problem,
+    row: QueryRow<'a>,
     integer: bool,
-    head: usize,
-    len: usize,
-    position: f64,
 }
 
 impl Attended<'_> {
     /// The numbers of token `t` that the row reads: a slice of one of [`Numbers`]' fields.
     fn token<'b>(&self, side: &'b Side, t: usize) -> (&'b Numbers, std::ops::Range<usize>) {
-        let position = match self.problem.scores.causal {
-            true => self.position.max(0.0) as usize,
-            false => self.len - 1,
-        };
-        let at = (t * self.problem.num_kv_heads + self.head) * self.problem.head_dim;
-        let numbers = side.read_from(position / 64, t);
-        (numbers, at..at + self.problem.head_dim)
+        let problem = self.row.problem;
+        let head = self.row.head / (problem.num_q_heads / problem.num_kv_heads);
+        let at = (t * problem.num_kv_heads + head) * problem.head_dim;
+        let own_tile = self.row.own_tile().max(0.0) as usize;
+        let numbers = side.read_from(own_tile, t);
+        (numbers, at..at + problem.head_dim)
     }
 
-    fn row(&self, h: usize, q: &[f32], [k, v]: &[Side; 2]) -> Row {
-        let problem = self.problem;
+    fn answer(&self, q: &[f32], [k, v]: &[Side; 2]) -> Row {
+        let (row, problem) = (&self.row, self.row.problem);
         let query = Query::new(q, pages::is_rotated(k.scheme), self.integer);
-        let (mut seen, mut size, mut key) = (Vec::new(), 0.0f64, 0.0f64);
-        for t in 0..self.len {
+        let scale = f64::from(problem.score_scale());
+        let (mut scores, mut size, mut key) = (Vec::new(), 0.0f64, 0.0f64);
+        for t in 0..row.kv_len() {
             let (numbers, at) = self.token(k, t);
-            let row = &numbers.stored[at];
-            key = key.max(largest(row));
-            let scale = f64::from(problem.score_scale());
-            let products = query.x.iter().zip(row).map(|(q, k)| q * k * scale);
+            let stored = &numbers.stored[at];
+            key = key.max(largest(stored));
+            let products = query.x.iter().zip(stored).map(|(q, k)| q * k * scale);
             let sum: f64 = products.clone().map(f64::abs).sum();
             size = size.max(sum);
-            let before = self.position - t as f64;
-            let in_window = problem
-                .scores
-                .window_left
-                .is_none_or(|w| before <= w as f64);
-            if (problem.scores.causal && before < 0.0) || !in_window {
-                continue;
+            if row.sees(t) {
+                size = size.max(sum + row.bias(t).abs());
+                scores.push((t, row.score(t, products.sum())));
             }
-            let mut score: f64 = products.sum();
-            if let Some(cap) = problem.scores.softcap {
-                score = f64::from(cap) * (score / f64::from(cap)).tanh();
-            }
-            if let Some(slopes) = &problem.scores.alibi_slopes {
-                let bias = f64::from(slopes[h]) * -before;
-                size = size.max(sum + bias.abs());
-                score += bias;
-            }
-            seen.push(Seen { t, score });
         }
-        let sink = problem
-            .scores
-            .sinks
-            .as_ref()
-            .map(|sinks| f64::from(sinks[h]));
-        let logits = || seen.iter().map(|s| s.score).chain(sink);
-        let max = logits().fold(f64::NEG_INFINITY, f64::max);
-        let sum: f64 = logits().map(|s| (s - max).exp()).sum();
+        let weights = row.weigh(&scores);
         // A sink's base-2 logit has steps as a score has; they show where its weight does.
-        let shown = sink.filter(|sink| max - sink < 100.0);
+        let most = scores.iter().map(|(_, score)| *score).chain(row.sink());
+        let max = most.fold(f64::NEG_INFINITY, f64::max);
+        let shown = row.sink().filter(|sink| max - sink < 100.0);
         size = shown.map_or(size, |sink| size.max(sink.abs()));
-        let scale = f64::from(problem.score_scale());
         // As large as the products of any element of the query and any of K could be.
         let most = largest(&query.x) * key * problem.head_dim as f64 * scale;
         let score_bound = size * 4e-6
@@ -159,14 +130,13 @@ impl Attended<'_> {
             + problem.scores.softcap.map_or(0.0, f64::from) * 1e-6;
         // exp2w errs by 7.5e-5, and each weight's share of the sum is rounded to 2^-22.
         let weight_bound = match self.integer {
-            true => 2e-4 + seen.len() as f64 * 2f64.powi(-21),
+            true => 2e-4 + scores.len() as f64 * 2f64.powi(-21),
             false => 1e-5,
         };
         let mut out = vec![0.0; problem.head_dim];
         let mut value = [0.0f64; 2];
-        for Seen { t, score } in &seen {
-            let weight = (score - max).exp() / sum;
-            let (numbers, at) = self.token(v, *t);
+        for &(t, weight) in &weights.of_tokens {
+            let (numbers, at) = self.token(v, t);
             let values = &numbers.stored[at];
             value = [value[0].max(largest(values)), value[1].max(norm(values))];
             let products = out.iter_mut().zip(values);
@@ -177,17 +147,16 @@ impl Attended<'_> {
             pages::turn_back(&mut out);
             value[0] *= (pages::block(problem.head_dim) as f64).sqrt();
         }
-        let lse = if sum == 0.0 { max } else { max + sum.ln() };
         let bound = score_bound + weight_bound;
         let steps = match self.integer {
-            true => self.weight_steps(v, &seen, max) / sum,
+            true => self.weight_steps(v, &weights.of_tokens),
             false => 0.0,
         };
         Row {
             out,
-            lse,
+            lse: weights.lse,
             score_bound,
-            lse_bound: bound + lse.abs() * 1e-6,
+            lse_bound: bound + weights.lse.abs() * 1e-6,
             element_bound: 3.0 * bound * value[0] + 1e-35,
             norm_bound: steps + 3.0 * bound * value[1] + 1e-35,
         }
@@ -196,16 +165,17 @@ impl Attended<'_> {
     /// How far weights of one byte may move the sum of weights times values, in the L2 norm: each by less than a step of its tile.
     ///
     /// Steps of many tokens add like noise, of which this is eight standard deviations: a step is as often too much as too little.
-    fn weight_steps(&self, v: &Side, seen: &[Seen], max: f64) -> f64 {
-        let groups = v.scheme.groups(self.problem.head_dim);
-        let len = self.problem.head_dim / groups;
+    fn weight_steps(&self, v: &Side, weights: &[(usize, f64)]) -> f64 {
+        let head_dim = self.row.problem.head_dim;
+        let groups = v.scheme.groups(head_dim);
+        let len = head_dim / groups;
         let mut squares = 0.0;
         for g in 0..groups {
             let (mut most, mut square) = (0.0, 0.0);
-            for tile in seen.chunk_by(|a, b| a.t / 64 == b.t / 64) {
-                // Each token's scale, and its codes' norm, in units of the scale.
-                let tokens = tile.iter().map(|Seen { t, score }| {
-                    let (numbers, at) = self.token(v, *t);
+            for tile in weights.chunk_by(|a, b| a.0 / 64 == b.0 / 64) {
+                // Each token's weight times its scale, and its codes' norm, in units of the scale.
+                let tokens = tile.iter().map(|&(t, weight)| {
+                    let (numbers, at) = self.token(v, t);
                     let at = at.start + g * len..at.start + (g + 1) * len;
                     let step = numbers.steps[at.start];
                     let codes = if step == 0.0 {
@@ -213,7 +183,7 @@ impl Attended<'_> {
                     } else {
                         norm(&numbers.centred[at]) / step
                     };
-                    ((score - max).exp() * step, codes)
+                    (weight * step, codes)
                 });
                 let tokens: Vec<(f64, f64)> = tokens.collect();
                 // κ is a 255th of the largest weight with its scale, rounded up to two significant bits at least.

@@ -2,6 +2,7 @@
 //! bits on every backend, near that of f64; what is refused is so by FORMATS.md or by the length of a slice.
 
 use arbitrary::Unstructured;
+use attn_conformance::noise::Noise;
 use attn_core::{Int8Scale, KvFormat, KvSource, KvView, Problem, Scheme, StridedRows};
 use half::f16;
 
@@ -202,10 +203,10 @@ impl Side {
         side.codes = draw.bytes(bytes);
         side.clean();
         side.scales = vec![0; room(scale_strides, groups, 1 << 18)];
-        let mut state = draw.bits();
+        let mut noise = Noise::new(draw.bits());
         for scale in &mut side.scales {
             // 2^-9 to 2^-5: values of ordinary size.
-            *scale = 0x1800 + (crate::draw::splitmix(&mut state) as u16 & 0x0fff);
+            *scale = 0x1800 + (noise.bits() as u16 & 0x0fff);
         }
         side.damage(draw);
         side

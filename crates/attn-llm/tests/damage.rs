@@ -19,7 +19,7 @@ use serde_json::{Value, json};
 /// Weights with every optional tensor.
 fn whole_weights() -> Weights {
     let mut all = weights();
-    let mut random = Random(21);
+    let mut random = Random::new(21);
     let output = random.vector(VOCAB * HIDDEN, 0.4);
     all.insert("output.weight".to_owned(), (vec![VOCAB, HIDDEN], output));
     for i in 0..LAYERS {

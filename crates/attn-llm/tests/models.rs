@@ -150,7 +150,7 @@ fn norms_of_heads_biases_and_an_output_of_its_own_are_as_the_file_has_them() {
     let error = error_of(files.0.path(), &bare, &Settings::new());
     assert!(error < 1e-5, "{error:e}");
     let mut untied = weights();
-    let output = Random(5).vector(VOCAB * HIDDEN, 0.4);
+    let output = Random::new(5).vector(VOCAB * HIDDEN, 0.4);
     untied.insert("output.weight".to_owned(), (vec![VOCAB, HIDDEN], output));
     let files = folder(&untied, &[]);
     let gguf_file = files.write("own.gguf", gguf(&untied, &metadata(), GgmlDType::F32));

@@ -292,7 +292,7 @@ fn damaged_gguf_files_are_refused_with_a_sentence() {
         assert!(text.contains("more than the file has bytes for"), "{text}");
     }
     // Bytes anywhere in the header: a sentence, or a model that differs.
-    let mut random = Random(11);
+    let mut random = Random::new(11);
     for i in 0..400 {
         let mut bytes = whole.clone();
         let at = ((random.next() + 1.0) / 2.0 * 9000.0) as usize;

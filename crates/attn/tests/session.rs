@@ -6,11 +6,11 @@ use std::{
 };
 
 use attn::{
-    Append, Attend, AttendRows, Attended, CacheAccess, CacheConfig, DecodeAttention, DecodeStep,
-    DeviceInfo, DeviceMemory, DeviceResults, DeviceRows, DeviceSteps, Dtype, Error, Heads,
-    HostPages, KvCache, KvFormat, PageLayout, PageStore, Plan, Problem, Rows, RowsMut, Session,
-    SpanRows, SpanStates, SpansStep, TokenWrite, Unsupported, WideRows,
+    Append, Attend, AttendRows, Attended, CacheAccess, CacheConfig, DeviceMemory, DeviceResults,
+    DeviceRows, DeviceSteps, Dtype, Error, Heads, KvFormat, PageStore, Rows, RowsMut, Session,
+    SpanRows, SpanStates, TokenWrite,
 };
+use attn_conformance::fake::{FakeBackend, FakePages};
 
 const HEADS: Heads = Heads {
     q: 2,
@@ -32,91 +32,27 @@ impl Log {
     }
 }
 
-/// Pages in host memory whose accesses are noted.
-struct NotedPages(HostPages, Log);
-
-impl PageStore for NotedPages {
-    fn layout(&self) -> PageLayout {
-        self.0.layout()
-    }
-    fn num_pages(&self) -> usize {
-        self.0.num_pages()
-    }
-    fn layers(&self) -> usize {
-        self.0.layers()
-    }
-    fn append(
-        &mut self,
-        access: &CacheAccess,
-        layer: usize,
-        writes: &[TokenWrite],
-        k: WideRows<'_>,
-        v: WideRows<'_>,
-    ) -> Result<(), Error> {
-        self.1.note("pages");
-        self.0.append(access, layer, writes, k, v)
-    }
-    fn read_pages(
-        &self,
-        access: &CacheAccess,
-        layer: usize,
-        pages: &[u32],
-        out: &mut [u8],
-    ) -> Result<(), Error> {
-        self.1.note("pages");
-        self.0.read_pages(access, layer, pages, out)
-    }
-    fn write_pages(
-        &mut self,
-        access: &CacheAccess,
-        layer: usize,
-        pages: &[u32],
-        bytes: &[u8],
-    ) -> Result<(), Error> {
-        self.1.note("pages");
-        self.0.write_pages(access, layer, pages, bytes)
-    }
-    fn grow(&mut self, access: &CacheAccess, pages: usize) -> Result<(), Error> {
-        self.1.note("pages");
-        self.0.grow(access, pages)
-    }
-    fn as_any(&self) -> &dyn Any {
-        self
-    }
-}
-
-/// A backend that attends nothing, on the host or on its device.
-struct Noted {
-    info: DeviceInfo,
-    log: Log,
-}
-
-impl DecodeAttention for Noted {
-    fn device(&self) -> &DeviceInfo {
-        &self.info
-    }
-    fn supports(&self, _: &Problem, _: KvFormat) -> Result<(), Unsupported> {
-        Ok(())
-    }
-    fn create_cache(&self, config: &CacheConfig) -> Result<KvCache, Error> {
-        let pages = NotedPages(HostPages::new(config)?, self.log.clone());
-        KvCache::new(config.clone(), Box::new(pages))
-    }
-    fn plan(&self, problem: &Problem, format: KvFormat) -> Result<Plan, Error> {
-        Plan::new("noted", problem, format, ())
-    }
-    fn execute(&self, _: &mut DecodeStep<'_>) -> Result<(), Error> {
-        self.log.note("pages");
-        Ok(())
-    }
-    fn attend_spans(&self, step: &SpansStep<'_>) -> Result<SpanStates, Error> {
-        self.log.note("pages");
-        SpanStates::unseen(step.inputs().problem())
-    }
-    fn device_steps(&self, _: &KvCache) -> Result<Box<dyn DeviceSteps>, Error> {
-        self.log.note("prepare");
-        Ok(Box::new(NotedSteps(self.log.clone())))
-    }
+/// A backend that attends nothing, on the host or on its device, and notes each access to pages.
+fn noted(log: &Log) -> FakeBackend {
+    let [pages, step, spans, device] = [(); 4].map(|()| log.clone());
+    FakeBackend::idle("noted")
+        .with_caches(move |config| {
+            let pages = pages.clone();
+            let noted = FakePages::new(config)?.with_notes(move || pages.note("pages"));
+            noted.hidden().cache()
+        })
+        .with_execute(move |_, _| {
+            step.note("pages");
+            Ok(())
+        })
+        .with_spans(move |call| {
+            spans.note("pages");
+            SpanStates::unseen(call.inputs().problem())
+        })
+        .with_device_steps(move |_| {
+            device.note("prepare");
+            Ok(Box::new(NotedSteps(device.clone())))
+        })
 }
 
 struct NotedSteps(Log);
@@ -201,16 +137,12 @@ fn there_mut(tokens: usize, heads: usize, dim: usize) -> RowsMut<'static> {
 
 fn session(layers: usize) -> (Session, Log) {
     let log = Log::default();
-    let backend = Noted {
-        info: DeviceInfo::new("noted", "a log", ""),
-        log: log.clone(),
-    };
     let config = CacheConfig::builder(KvFormat::INT8, HEADS)
         .layers(layers)
         .sequences(3)
         .max_len(128)
         .build();
-    (Session::new(Arc::new(backend), &config).unwrap(), log)
+    (Session::new(Arc::new(noted(&log)), &config).unwrap(), log)
 }
 
 fn one(sequence: usize) -> [Append; 1] {

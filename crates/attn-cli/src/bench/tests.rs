@@ -4,7 +4,7 @@ use clap::Parser;
 use serde_json::Value;
 
 use super::*;
-use crate::faulty::{Faulty, program};
+use crate::faulty::{self, program};
 
 #[derive(Parser)]
 struct Line {
@@ -315,8 +315,8 @@ fn sequences_of_ones_own_shape_are_bounded() {
 /// The CPU as the best backend, after one that is absent.
 fn backends() -> Backends {
     Backends {
-        open: |_| Ok(Faulty::open(|_, _| ())),
-        select: |_| Ok(Faulty::after_another()),
+        open: |_| Ok(faulty::open(|_, _| ())),
+        select: |_| Ok(faulty::select_after_another()),
     }
 }
 

@@ -5,13 +5,12 @@ use std::sync::{
     atomic::{AtomicUsize, Ordering},
 };
 
+use attn_conformance::fake::{Call, limited};
 use attn_core::{CacheConfig, Error, KvCache, KvSource, PageTable};
 use rstest::rstest;
 
 use super::{
-    LAYERS, appends, attends, begin, books, cache, cache_of, config, is_step,
-    limited::{Call, limited},
-    step, values,
+    LAYERS, appends, attends, begin, books, cache, cache_of, config, is_step, step, values,
 };
 
 #[rstest]

@@ -5,13 +5,11 @@ use std::sync::{
     atomic::{AtomicUsize, Ordering},
 };
 
+use attn_conformance::fake::{Call, failure, limited};
 use attn_core::{Append, Error, KvCache, PageTable};
 use rstest::rstest;
 
-use super::{
-    alone, assert_consistent, assert_consistent_with_restored, config, grow_to,
-    limited::{Call, failure, limited},
-};
+use super::{alone, assert_consistent, assert_consistent_with_restored, config, grow_to};
 
 const NEVER: usize = usize::MAX;
 

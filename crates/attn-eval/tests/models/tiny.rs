@@ -1,6 +1,8 @@
 //! A small random model as a GGUF file, written by its definition (<https://github.com/ggml-org/ggml/blob/master/docs/gguf.md>), and as Hugging
 //! Face has models.
 
+use attn_conformance::noise::Noise;
+
 /// Elements of a token's state; one KV head, two query heads of 64.
 const HIDDEN: usize = 128;
 const FEED_FORWARD: usize = 64;
@@ -47,15 +49,10 @@ type Tensor = (String, Vec<usize>, Vec<f32>);
 
 /// The weights under their GGUF names.
 fn tensors() -> Vec<Tensor> {
-    let mut random = 7u64;
-    let mut unit = || {
-        random = random.wrapping_mul(6_364_136_223_846_793_005);
-        random = random.wrapping_add(1);
-        (random >> 40) as f32 / (1u64 << 23) as f32 - 1.0
-    };
+    let mut noise = Noise::new(3);
     let filled = |(name, shape, size, middle): (String, Vec<usize>, f32, f32)| {
         let n = shape.iter().product();
-        let values = (0..n).map(|_| middle + size * unit()).collect();
+        let values = (0..n).map(|_| middle + size * noise.unit()).collect();
         (name, shape, values)
     };
     shapes().into_iter().map(filled).collect()

@@ -1,12 +1,10 @@
 //! The actions of a life: each draws a call, makes it, and compares its outcome with the model.
 
+use attn_conformance::noise::Noise;
 use attn_core::{Append, Error, Scheme, TokenWrite, internals::order_free_pages};
 
 use super::{Demand, Done, Life, Sequence};
-use crate::{
-    draw::{Draw, splitmix},
-    hold, pages,
-};
+use crate::{draw::Draw, hold, pages};
 
 impl Life<'_> {
     /// Appends to one sequence floats that may be refused.
@@ -279,9 +277,9 @@ impl Life<'_> {
     /// Orders the free pages, or tries an order that must be refused.
     pub(super) fn order(&mut self, draw: &mut Draw<'_, '_>) -> Result<Done, String> {
         let mut order = self.free();
-        let mut state = draw.bits();
+        let mut noise = Noise::new(draw.bits());
         for i in (1..order.len()).rev() {
-            order.swap(i, splitmix(&mut state) as usize % (i + 1));
+            order.swap(i, noise.below(i + 1));
         }
         let good = !draw.once_in(4);
         if !good {

@@ -4,6 +4,7 @@
 
 use std::{collections::HashMap, fs, path::PathBuf};
 
+use attn_conformance::noise::Noise;
 use attn_llm::{Error, Kv, Model, Piece, Products, Tokenizer, Wanted};
 use candle_core::{
     Device, Tensor,
@@ -24,15 +25,15 @@ pub const BASE: f32 = 10_000.0;
 pub const EPS: f32 = 1e-5;
 
 /// Numbers in −1..1, the same on every run.
-pub struct Random(pub u64);
+pub struct Random(Noise);
 
 impl Random {
+    pub fn new(seed: u64) -> Self {
+        Random(Noise::new(seed))
+    }
+
     pub fn next(&mut self) -> f32 {
-        self.0 = self
-            .0
-            .wrapping_mul(6_364_136_223_846_793_005)
-            .wrapping_add(1);
-        (self.0 >> 40) as f32 / (1u64 << 23) as f32 - 1.0
+        self.0.unit()
     }
 
     pub fn vector(&mut self, n: usize, size: f32) -> Vec<f32> {
@@ -44,7 +45,7 @@ impl Random {
 pub type Weights = HashMap<String, (Vec<usize>, Vec<f32>)>;
 
 pub fn weights() -> Weights {
-    let mut random = Random(7);
+    let mut random = Random::new(7);
     let mut all = Weights::new();
     let mut add = |name: String, shape: &[usize], size: f32, middle: f32| {
         let n = shape.iter().product();
@@ -94,7 +95,7 @@ pub fn weights_of(kind: &str) -> Weights {
         all.retain(|name, _| !name.ends_with(".bias"));
     }
     if kind == "qwen2" {
-        let bias = Random(13).vector(KV_HEADS * DIM, 0.5);
+        let bias = Random::new(13).vector(KV_HEADS * DIM, 0.5);
         for i in 0..LAYERS {
             let bias = (vec![bias.len()], bias.clone());
             all.insert(format!("blk.{i}.attn_v.bias"), bias);
@@ -342,7 +343,7 @@ pub fn difference(got: &[f32], want: &[f64]) -> f64 {
 
 /// Tokens of bytes.
 pub fn text(n: usize) -> Vec<u32> {
-    let mut random = Random(3);
+    let mut random = Random::new(3);
     (0..n)
         .map(|_| ((random.next() + 1.0) * 127.0) as u32)
         .collect()

@@ -1,6 +1,6 @@
 //! The native entry: appends and a step in one encoder of the caller's, from and into the caller's buffers.
 
-use attn_conformance::trials::Trials;
+use attn_conformance::{noise, trials::Trials};
 use attn_core::{
     Append, CacheConfig, DecodeAttention, DecodeStep, Error, Heads, Int8Scale, KvCache, KvFormat,
     KvSource, KvView, Problem, Scheme, StridedRows,
@@ -14,14 +14,8 @@ const DIM: usize = 80;
 
 /// Deterministic numbers in -1..1, some rows of them large, some zero.
 fn noise(n: usize, seed: u32) -> Vec<f32> {
-    let mut x = seed;
-    (0..n)
-        .map(|i| {
-            x = x.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
-            let unit = (x >> 8) as f32 / (1 << 23) as f32 - 1.0;
-            unit * [1.0, 0.0, 3e4, 1e-6, 1.0][i / DIM % 5]
-        })
-        .collect()
+    let scaled = |i: usize| noise::at(seed.into(), i) * [1.0, 0.0, 3e4, 1e-6, 1.0][i / DIM % 5];
+    (0..n).map(scaled).collect()
 }
 
 pub fn buffer(backend: &WgpuBackend, bytes: u64, usage: Usage) -> wgpu::Buffer {
