@@ -1,5 +1,7 @@
 //! What the suite itself promises: vectors, accuracy, refusals, and claims that a spoilt backend breaks one by one.
 
+#[path = "../common/vectors.rs"]
+mod golden;
 #[path = "../common/layers.rs"]
 mod layers;
 
@@ -14,3 +16,5 @@ mod ranges;
 mod third_party;
 mod vectors;
 mod weights;
+
+const VECTORS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/vectors");

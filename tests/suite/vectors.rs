@@ -1,74 +1,14 @@
 //! Decoded bits and other engines' rows equal the golden vectors, which `vectors/decode.py` and `vectors/make.py` compute in exact rationals.
 //! Page bytes are checked in attn-core.
 
-use std::{collections::HashMap, fs, path::Path};
-
 use attn_conformance::check::first_difference;
 use attn_core::{
-    CacheConfig, DecodeAttention, DecodeStep, Heads, KvCache, KvFormat, KvSource, Problem,
+    DecodeAttention, DecodeStep, Heads, KvSource, Problem,
     convert::rows::{RowFormat, fbgemm_int4_row, q4_0_row, q8_0_row},
 };
 use attn_cpu::{CpuBackend, Reference};
 
-/// The inputs of `make.py` and `decode.py`.
-fn value(side: i64, head: i64, t: i64, d: i64) -> f32 {
-    match (t, side, d) {
-        (0, _, 0) => 63.5,
-        (0, ..) => ((d * 29 + head * 7 + side * 3 + 254) % 509 - 254) as f32 / 4.0,
-        (1, ..) => 0.0,
-        (2, 1, 5) => f32::MAX,
-        (2, 0, 7) => -f32::from_bits(3),
-        _ => {
-            let n = t * 7919 + head * 104_729 + side * 1299 + d * d * 31 + d * 17 + 11;
-            (n % 2001 - 1000) as f32 / 128.0
-        }
-    }
-}
-
-fn read(name: &str) -> String {
-    let path = Path::new(env!("CARGO_MANIFEST_DIR"))
-        .join("vectors")
-        .join(name);
-    fs::read_to_string(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
-}
-
-type Settings<'a> = HashMap<&'a str, &'a str>;
-
-fn cache(settings: &Settings<'_>, step: usize) -> KvCache {
-    let number = |key: &str| settings[key].parse::<usize>().unwrap();
-    let (dim, heads, tokens) = (number("head_dim"), number("heads"), number("tokens"));
-    let format = KvFormat {
-        k: settings["k"].parse().unwrap(),
-        v: settings["v"].parse().unwrap(),
-    };
-    let of = Heads {
-        q: heads,
-        kv: heads,
-        dim,
-    };
-    let mut config = CacheConfig::builder(format, of)
-        .page_size(number("page_size"))
-        .max_len(tokens)
-        .build();
-    for scales in [&mut config.k_tensor_scales, &mut config.v_tensor_scales] {
-        scales.iter_mut().for_each(|s| *s = 0.125);
-    }
-    let mut cache = CpuBackend::new().create_cache(&config).unwrap();
-    let row = heads * dim;
-    let [k, v] = [(0, format.k), (1, format.v)].map(|(side, scheme)| -> Vec<f32> {
-        (0..tokens * row)
-            .map(|i| {
-                let (t, head, d) = (i / row, i % row / dim, i % dim);
-                value(side, head as i64, t as i64, d as i64).min(scheme.max_magnitude())
-            })
-            .collect()
-    });
-    let step = (step * row).max(1);
-    for (k, v) in k.chunks(step).zip(v.chunks(step)) {
-        cache.append(0, k, v).unwrap();
-    }
-    cache
-}
+use crate::golden::{cache, read, settings, value};
 
 #[test]
 fn decoded_bits_equal_the_golden_vectors() {
@@ -76,10 +16,7 @@ fn decoded_bits_equal_the_golden_vectors() {
     let mut lines = text.lines();
     let mut cases = 0;
     while let Some(header) = lines.next() {
-        let mut settings: Settings<'_> = header
-            .split(' ')
-            .map(|pair| pair.split_once('=').unwrap())
-            .collect();
+        let mut settings = settings(header);
         let kv_len: usize = settings["kv_len"].parse().unwrap();
         settings.extend([
             ("head_dim", "64"),
@@ -87,7 +24,9 @@ fn decoded_bits_equal_the_golden_vectors() {
             ("heads", "1"),
             ("tokens", settings["kv_len"]),
         ]);
-        let cache = cache(&settings, kv_len);
+        let cache = cache(&settings, kv_len, |config| {
+            CpuBackend::new().create_cache(config).unwrap()
+        });
         let mut problem = Problem::new(
             Heads {
                 q: 2,
@@ -143,7 +82,7 @@ fn foreign_rows_equal_the_golden_vectors() {
         let [name, token, hex] = line.split(' ').collect::<Vec<_>>()[..] else {
             panic!("{line}")
         };
-        let t: i64 = token.parse().unwrap();
+        let t = token.parse().unwrap();
         let x: Vec<f32> = (0..128).map(|d| value(0, 0, t, d)).collect();
         let mut row = vec![0; hex.len() / 2];
         match name.strip_prefix("fbgemm-int4-g") {

@@ -1,0 +1,74 @@
+//! The golden vectors of `tests/vectors`: their text, the inputs of `make.py` and `decode.py`, and the caches that they describe. A test target's root
+//! has the folder's path as `VECTORS`.
+
+use std::{collections::HashMap, fs, path::Path};
+
+use attn_core::{CacheConfig, Heads, KvCache, KvFormat};
+
+use crate::VECTORS;
+
+/// A line `key=value key=value …`.
+pub type Settings<'a> = HashMap<&'a str, &'a str>;
+
+pub fn settings(line: &str) -> Settings<'_> {
+    let pairs = line.split(' ').map(|pair| pair.split_once('='));
+    pairs.map(|pair| pair.expect("key=value")).collect()
+}
+
+pub fn read(name: &str) -> String {
+    let path = Path::new(VECTORS).join(name);
+    fs::read_to_string(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
+}
+
+/// An element of K, side 0, or of V, side 1.
+pub fn value(side: usize, head: usize, t: usize, d: usize) -> f32 {
+    match (t, side, d) {
+        (0, _, 0) => 63.5,
+        (0, ..) => ((d * 29 + head * 7 + side * 3 + 254) % 509) as f32 / 4.0 - 63.5,
+        (1, ..) => 0.0,
+        (2, 1, 5) => f32::MAX,
+        (2, 0, 7) => -f32::from_bits(3),
+        _ => {
+            let n = t * 7919 + head * 104_729 + side * 1299 + d * d * 31 + d * 17 + 11;
+            ((n % 2001) as f32 - 1000.0) / 128.0
+        }
+    }
+}
+
+/// The cache that settings describe, made by `new`, with its tokens appended `step` at a time.
+pub fn cache(
+    settings: &Settings<'_>,
+    step: usize,
+    new: impl FnOnce(&CacheConfig) -> KvCache,
+) -> KvCache {
+    let number = |key: &str| settings[key].parse::<usize>().unwrap();
+    let (dim, heads, tokens) = (number("head_dim"), number("heads"), number("tokens"));
+    let format = KvFormat {
+        k: settings["k"].parse().unwrap(),
+        v: settings["v"].parse().unwrap(),
+    };
+    let all = Heads {
+        q: heads,
+        kv: heads,
+        dim,
+    };
+    let mut config = CacheConfig::builder(format, all)
+        .page_size(number("page_size"))
+        .max_len(tokens)
+        .build();
+    for scales in [&mut config.k_tensor_scales, &mut config.v_tensor_scales] {
+        scales.fill(0.125);
+    }
+    let mut cache = new(&config);
+    let row = heads * dim;
+    let [k, v] = [(0, format.k), (1, format.v)].map(|(side, scheme)| -> Vec<f32> {
+        let value = |i: usize| value(side, i % row / dim, i / row, i % dim);
+        let values = (0..tokens * row).map(value);
+        values.map(|x| x.min(scheme.max_magnitude())).collect()
+    });
+    let step = (step * row).max(row);
+    for (k, v) in k.chunks(step).zip(v.chunks(step)) {
+        cache.append(0, k, v).unwrap();
+    }
+    cache
+}
