@@ -2,15 +2,14 @@
 
 mod program;
 
-use program::{Folder, attn, bundled, json, refused, run, text};
+use attn_conformance::noise::uniform;
+use program::{Folder, attn, bundled, dequantize, json, printed, quantize, refused, run, text};
 
 const PROGRAM: &str = env!("CARGO_BIN_EXE_attn");
 
 #[test]
 fn run_prints_a_line_per_format() {
-    let output = run(&["run", "--backend", "cpu", "--kv", "int8,int8/int4-g1"]);
-    let table = text(&output.stdout);
-    assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
+    let table = printed(&["run", "--backend", "cpu", "--kv", "int8,int8/int4-g1"]);
     assert!(table.contains("| int8 | 132.0 | 1.94x | 1."), "{table}");
     assert!(table.contains("| int8/int4-g1 | 102.0 |"), "{table}");
 
@@ -127,15 +126,8 @@ fn pages_written_are_pages_read() {
         ("f16", 1e-6),
     ] {
         let folder = Folder::new();
-        let [pages, back, again] = ["pages", "back", "again"].map(|name| folder.path(name));
-        let made = json(&run(&[
-            "quantize",
-            &bundled(),
-            &pages,
-            "--kv",
-            kv,
-            "--json",
-        ]));
+        let [pages, back, again] = folder.paths(["pages", "back", "again"]);
+        let made = quantize(&bundled(), &pages, kv);
         assert_eq!(made["layers"].as_array().unwrap().len(), 6);
         for layer in made["layers"].as_array().unwrap() {
             for side in ["k_error", "v_error"] {
@@ -143,11 +135,11 @@ fn pages_written_are_pages_read() {
                 assert!(error <= limit, "{kv} {layer}");
             }
         }
-        let read = json(&run(&["dequantize", &pages, &back, "--json"]));
+        let read = dequantize(&pages, &back);
         assert_eq!(read["layers"][5]["tokens"], 2048);
         if kv == "f16" {
             // The data are f16: pages of them lose nothing, and the file says so.
-            let made = json(&run(&["quantize", &back, &again, "--kv", kv, "--json"]));
+            let made = quantize(&back, &again, kv);
             assert_eq!(made["layers"][0]["k_error"], 0.0);
             assert_eq!(
                 std::fs::read(&pages).unwrap().len(),
@@ -160,15 +152,8 @@ fn pages_written_are_pages_read() {
 #[test]
 fn damaged_pages_are_refused_with_the_layer() {
     let folder = Folder::new();
-    let [pages, bad, out] = ["whole", "bad", "never"].map(|name| folder.path(name));
-    json(&run(&[
-        "quantize",
-        &bundled(),
-        &pages,
-        "--kv",
-        "int8",
-        "--json",
-    ]));
+    let [pages, bad, out] = folder.paths(["whole", "bad", "never"]);
+    quantize(&bundled(), &pages, "int8");
     let mut bytes = std::fs::read(&pages).unwrap();
     // The last two bytes of the last page: a V scale, now NaN.
     let end = bytes.len();
@@ -227,16 +212,8 @@ fn bench_says_why_a_shape_has_no_figure() {
 fn files_without_exact_results_are_run_against_f64() {
     let folder = Folder::new();
     let (heads, tokens, dim) = (2, 70, 64);
-    let noise = |seed: usize, count: usize| -> Vec<f32> {
-        (0..count)
-            .map(|i| ((i * 7919 + seed) % 1009) as f32 / 504.5 - 1.0)
-            .collect()
-    };
-    let (k, v) = (
-        noise(1, heads * tokens * dim),
-        noise(2, heads * tokens * dim),
-    );
-    let q = noise(3, 3 * 4 * dim);
+    let [k, v] = [1, 2].map(|seed| uniform(seed, 0..heads * tokens * dim));
+    let q = uniform(3, 0..3 * 4 * dim);
     let tensors = [
         ("x.k", &[tokens, heads, dim][..], &k[..]),
         ("x.v", &[tokens, heads, dim], &v),

@@ -4,7 +4,10 @@ mod program;
 
 use std::fs;
 
-use program::{DIM, Folder, HEADS, TOKENS, input, json, numbers, refused, run, tensor, text};
+use program::{
+    DIM, Folder, HEADS, TOKENS, dequantize, input, json, numbers, one_layer, printed, quantize,
+    refused, run, tensor, text,
+};
 
 const PROGRAM: &str = env!("CARGO_BIN_EXE_attn");
 
@@ -24,14 +27,7 @@ fn equal_inputs_give_equal_bytes() {
     folder.write("in", &tensors, "0.125");
     let made = [0, 1, 2].map(|i| {
         let pages = folder.path(&format!("pages{i}"));
-        json(&run(&[
-            "quantize",
-            &file,
-            &pages,
-            "--kv",
-            "int8-tensor",
-            "--json",
-        ]));
+        quantize(&file, &pages, "int8-tensor");
         fs::read(pages).unwrap()
     });
     assert_eq!(made[0], made[1]);
@@ -77,11 +73,10 @@ fn every_head_of_k_and_of_v_comes_back_with_its_own_values() {
         ("int8/int4", 0.2),
         ("int4-g1/int4-g4", 0.2),
     ] {
-        let folder = Folder::new();
-        let file = input(&folder, "in", "one");
-        let (pages, back) = (folder.path("pages"), folder.path("back"));
-        let made = json(&run(&["quantize", &file, &pages, "--kv", kv, "--json"]));
-        json(&run(&["dequantize", &pages, &back, "--json"]));
+        let (folder, file) = one_layer();
+        let [pages, back] = folder.paths(["pages", "back"]);
+        let made = quantize(&file, &pages, kv);
+        dequantize(&pages, &back);
         for (side, name) in ["k", "v"].into_iter().enumerate() {
             let (shape, got) = tensor(&back, &format!("one.{name}"));
             assert_eq!(shape, [TOKENS, HEADS, DIM]);
@@ -100,9 +95,8 @@ fn every_head_of_k_and_of_v_comes_back_with_its_own_values() {
 
 #[test]
 fn an_existing_file_is_replaced_only_by_force() {
-    let folder = Folder::new();
-    let file = input(&folder, "in", "one");
-    let (pages, back) = (folder.path("pages"), folder.path("back"));
+    let (folder, file) = one_layer();
+    let [pages, back] = folder.paths(["pages", "back"]);
     fs::write(&pages, "mine").unwrap();
     fs::write(&back, "mine").unwrap();
     let quantize = ["quantize", &file, &pages, "--kv", "int8"];
@@ -120,8 +114,7 @@ fn an_existing_file_is_replaced_only_by_force() {
 
 #[test]
 fn an_input_under_another_name_is_never_the_output() {
-    let folder = Folder::new();
-    let file = input(&folder, "in", "one");
+    let (folder, file) = one_layer();
     let before = fs::read(&file).unwrap();
     let hard = folder.path("hard");
     fs::hard_link(&file, &hard).unwrap();
@@ -145,8 +138,7 @@ fn an_input_under_another_name_is_never_the_output() {
 #[cfg(unix)]
 #[test]
 fn a_write_that_fails_leaves_the_old_file_and_no_other() {
-    let folder = Folder::new();
-    let file = input(&folder, "in", "one");
+    let (folder, file) = one_layer();
     let limited = |output: &str, force: &str| {
         let script = "trap '' XFSZ; ulimit -f 1; exec \"$@\"";
         let args = ["quantize", &file, output, "--kv", "int8"];
@@ -155,7 +147,7 @@ fn a_write_that_fails_leaves_the_old_file_and_no_other() {
         shell.args((!force.is_empty()).then_some(force));
         shell.output().expect("a shell")
     };
-    let (old, new) = (folder.path("old"), folder.path("new"));
+    let [old, new] = folder.paths(["old", "new"]);
     fs::write(&old, "mine").unwrap();
     refused(&limited(&old, "--force"), &["cannot write", "space left"]);
     refused(&limited(&new, ""), &["cannot write", "space left"]);
@@ -187,11 +179,10 @@ fn layers_that_cannot_be_read_back_are_refused_before_anything_is_written() {
 #[test]
 fn layers_whose_names_only_resemble_settings_are_written_and_read() {
     let folder = Folder::new();
-    let (pages, back) = (folder.path("pages"), folder.path("back"));
+    let [pages, back] = folder.paths(["pages", "back"]);
     for name in ["kv.0", "attn.kv", "page_size "] {
         let file = input(&folder, "in", name);
-        let output = run(&["quantize", &file, &pages, "--kv", "f16", "--force"]);
-        assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
+        printed(&["quantize", &file, &pages, "--kv", "f16", "--force"]);
         json(&run(&["dequantize", &pages, &back, "--force", "--json"]));
         assert_eq!(tensor(&back, &format!("{name}.v")).1, numbers(1));
     }
@@ -203,7 +194,7 @@ fn heads_of_zeros_have_pages_in_every_format() {
     let (shape, zeros) = ([TOKENS, HEADS, DIM], [0.0; HEADS * TOKENS * DIM]);
     let tensors = [("one.k", &shape[..], &zeros[..]), ("one.v", &shape, &zeros)];
     let file = folder.write("in", &tensors, "0.125");
-    let (pages, back) = (folder.path("pages"), folder.path("back"));
+    let [pages, back] = folder.paths(["pages", "back"]);
     for kv in ["fp8", "int8", "int8-tensor", "int4"] {
         let args = ["quantize", &file, &pages, "--kv", kv, "--force", "--json"];
         assert_eq!(json(&run(&args))["layers"][0]["k_error"], 0.0, "{kv}");
@@ -214,14 +205,8 @@ fn heads_of_zeros_have_pages_in_every_format() {
 
 #[test]
 fn tables_of_pages_end_with_the_file_and_its_bytes() {
-    let folder = Folder::new();
-    let file = input(&folder, "in", "one");
-    let (pages, back) = (folder.path("pages"), folder.path("back"));
-    let printed = |args: &[&str]| {
-        let output = run(args);
-        assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
-        text(&output.stdout)
-    };
+    let (folder, file) = one_layer();
+    let [pages, back] = folder.paths(["pages", "back"]);
     let table = printed(&["quantize", &file, &pages, "--kv", "f16"]);
     let bytes = |path: &str| fs::metadata(path).unwrap().len();
     assert!(
@@ -261,10 +246,9 @@ fn tables_of_pages_end_with_the_file_and_its_bytes() {
 
 #[test]
 fn inspect_prints_errors_in_percent_and_compares_like_with_like() {
-    let folder = Folder::new();
-    let file = input(&folder, "in", "one");
+    let (folder, file) = one_layer();
     let (pages, other) = (folder.path("pages"), input(&folder, "other", "two"));
-    let made = json(&run(&["quantize", &file, &pages, "--kv", "int4", "--json"]));
+    let made = quantize(&file, &pages, "int4");
     let output = run(&["inspect", &pages, "--against", &file]);
     let percent =
         |side: &str| format!("{:.3} %", made["layers"][0][side].as_f64().unwrap() * 100.0);
@@ -302,16 +286,9 @@ fn the_least_layer_and_the_largest_static_code_come_back() {
     let shape = [1, 1, 64];
     let tensors = [("one.k", &shape[..], &x[..]), ("one.v", &shape, &x)];
     let file = folder.write("in", &tensors, "0.125");
-    let (pages, back) = (folder.path("pages"), folder.path("back"));
-    json(&run(&[
-        "quantize",
-        &file,
-        &pages,
-        "--kv",
-        "int8-tensor",
-        "--json",
-    ]));
-    json(&run(&["dequantize", &pages, &back, "--json"]));
+    let [pages, back] = folder.paths(["pages", "back"]);
+    quantize(&file, &pages, "int8-tensor");
+    dequantize(&pages, &back);
     let (shape, got) = tensor(&back, "one.v");
     assert_eq!(shape, [1, 1, 64]);
     // The scale maps the largest magnitude to code 127, and back.
@@ -383,14 +360,14 @@ fn the_order_of_k_and_v_is_the_files_or_the_one_that_is_asked_for() {
     let [k, v] = [0, 1].map(|side| turned(&numbers(side)));
     let tensors = [("one.k", &shape[..], &k[..]), ("one.v", &shape, &v)];
     let file = folder.write("in", &tensors, "0.125");
-    let (pages, back) = (folder.path("pages"), folder.path("back"));
+    let [pages, back] = folder.paths(["pages", "back"]);
     let quantize = [
         "quantize", &file, &pages, "--kv", "f16", "--force", "--json",
     ];
     let made = json(&run(&[&quantize[..], &["--layout", "heads-first"]].concat()));
     assert_eq!(made["layout"], "[kv_heads, seq, head_dim]");
     assert_eq!(made["layers"][0]["tokens"], TOKENS);
-    json(&run(&["dequantize", &pages, &back, "--json"]));
+    dequantize(&pages, &back);
     assert_eq!(
         tensor(&back, "one.k"),
         (vec![TOKENS, HEADS, DIM], numbers(0))
@@ -422,7 +399,7 @@ fn names_of_layers_are_printed_without_control_characters() {
     let folder = Folder::new();
     let name = "a\u{1b}[31m\nb";
     let file = input(&folder, "in", name);
-    let (pages, back) = (folder.path("pages"), folder.path("back"));
+    let [pages, back] = folder.paths(["pages", "back"]);
     let made = run(&["quantize", &file, &pages, "--kv", "f16"]);
     let seen = run(&["inspect", &pages]);
     for output in [&made, &seen] {
@@ -432,7 +409,7 @@ fn names_of_layers_are_printed_without_control_characters() {
     }
     refused(&run(&["run", &file]), &[r"no tensor a\u{1b}[31m\nb.q"]);
     // The name itself is kept.
-    let done = json(&run(&["dequantize", &pages, &back, "--json"]));
+    let done = dequantize(&pages, &back);
     assert_eq!(done["layers"][0]["layer"], name);
     assert_eq!(tensor(&back, &format!("{name}.v")).1, numbers(1));
 }

@@ -4,7 +4,9 @@ mod program;
 
 use std::fs;
 
-use program::{DIM, Folder, HEADS, attn, input, json, numbers, refused, run, tensor, text};
+use program::{
+    DIM, Folder, HEADS, attn, json, numbers, one_layer, quantize, refused, run, tensor, text,
+};
 
 const PROGRAM: &str = env!("CARGO_BIN_EXE_attn");
 
@@ -29,10 +31,9 @@ fn with_metadata(bytes: &[u8], from: &str, to: &str, path: &str) {
 
 #[test]
 fn pages_with_sizes_that_no_file_has_are_refused() {
-    let folder = Folder::new();
-    let file = input(&folder, "in", "one");
-    let (pages, bad, out) = (folder.path("pages"), folder.path("bad"), folder.path("out"));
-    json(&run(&["quantize", &file, &pages, "--kv", "fp8", "--json"]));
+    let (folder, file) = one_layer();
+    let [pages, bad, out] = folder.paths(["pages", "bad", "out"]);
+    quantize(&file, &pages, "fp8");
     let bytes = fs::read(&pages).unwrap();
     for (key, value) in [
         ("tokens", "0"),
@@ -57,17 +58,9 @@ fn pages_with_sizes_that_no_file_has_are_refused() {
 
 #[test]
 fn files_of_another_version_or_without_pages_are_refused() {
-    let folder = Folder::new();
-    let file = input(&folder, "in", "one");
-    let (pages, bad, out) = (folder.path("pages"), folder.path("bad"), folder.path("out"));
-    json(&run(&[
-        "quantize",
-        &file,
-        &pages,
-        "--kv",
-        "int8-tensor",
-        "--json",
-    ]));
+    let (folder, file) = one_layer();
+    let [pages, bad, out] = folder.paths(["pages", "bad", "out"]);
+    quantize(&file, &pages, "int8-tensor");
     let bytes = fs::read(&pages).unwrap();
     for (from, to, says) in [
         (
@@ -118,9 +111,8 @@ fn files_of_another_version_or_without_pages_are_refused() {
 
 #[test]
 fn residual_pages_lie_beside_the_pages_and_are_not_optional() {
-    let folder = Folder::new();
-    let file = input(&folder, "in", "one");
-    let (pages, bad, out) = (folder.path("pages"), folder.path("bad"), folder.path("out"));
+    let (folder, file) = one_layer();
+    let [pages, bad, out] = folder.paths(["pages", "bad", "out"]);
     let quantize = ["quantize", &file, &pages, "--page-size", "16", "--json"];
     for (kv, residuals, bytes) in [
         // 70 tokens are five pages of 16: codes of 4 bits, and a scale.
@@ -185,10 +177,9 @@ fn a_flipped_bit_in_a_file_of_pages_is_refused() {
 
 #[test]
 fn files_without_a_checksum_are_read_and_said_to_have_none() {
-    let folder = Folder::new();
-    let file = input(&folder, "in", "one");
-    let (pages, old, out) = (folder.path("pages"), folder.path("old"), folder.path("out"));
-    json(&run(&["quantize", &file, &pages, "--kv", "f16", "--json"]));
+    let (folder, file) = one_layer();
+    let [pages, old, out] = folder.paths(["pages", "old", "out"]);
+    quantize(&file, &pages, "f16");
     with_metadata(&fs::read(&pages).unwrap(), "", "", &old);
     let inspected = run(&["inspect", &old]);
     assert!(

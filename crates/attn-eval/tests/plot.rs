@@ -5,7 +5,7 @@ mod program;
 
 use std::fs;
 
-use program::{Folder, refused, run, text};
+use program::{Folder, printed, refused, run};
 use serde_json::json;
 
 const PROGRAM: &str = env!("CARGO_BIN_EXE_attn-eval");
@@ -25,8 +25,7 @@ fn measured(folder: &Folder) -> String {
 fn plot_draws_what_was_measured() {
     let folder = Folder::new();
     let chart = folder.path("chart.svg");
-    let output = run(&["plot", &measured(&folder), &chart]);
-    assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
+    printed(&["plot", &measured(&folder), &chart]);
     let svg = fs::read_to_string(chart).unwrap();
     for part in ["a device", "8/2 int8", "</svg>"] {
         assert!(svg.contains(part), "{part} is not in {svg}");
@@ -46,8 +45,7 @@ fn an_existing_chart_is_replaced_only_by_force() {
         &run(&["plot", &figures, &nowhere]),
         &["folder does not exist"],
     );
-    let output = run(&[&plot[..], &["--force"]].concat());
-    assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
+    printed(&[&plot[..], &["--force"]].concat());
     assert!(fs::read_to_string(&chart).unwrap().contains("</svg>"));
     // The figures themselves are never replaced.
     let output = run(&["plot", &figures, &figures, "--force"]);
@@ -75,13 +73,9 @@ fn files_without_figures_are_refused_with_their_name() {
 #[test]
 fn completions_name_every_command() {
     for shell in ["bash", "zsh", "fish", "powershell", "elvish"] {
-        let output = run(&["completions", shell]);
-        assert_eq!(output.status.code(), Some(0));
+        let script = printed(&["completions", shell]);
         for command in ["generate", "perplexity", "plot"] {
-            assert!(
-                text(&output.stdout).contains(command),
-                "{command} in {shell}"
-            );
+            assert!(script.contains(command), "{command} in {shell}");
         }
     }
 }

@@ -42,6 +42,23 @@ pub fn json(output: &Output) -> Value {
     serde_json::from_slice(&output.stdout).expect("stdout is one JSON value")
 }
 
+/// What a command that succeeds prints on standard output.
+pub fn printed(args: &[&str]) -> String {
+    let output = run(args);
+    assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
+    text(&output.stdout)
+}
+
+/// Writes K and V of a file as pages of a format; gives the command's JSON.
+pub fn quantize(file: &str, pages: &str, kv: &str) -> Value {
+    json(&run(&["quantize", file, pages, "--kv", kv, "--json"]))
+}
+
+/// Writes the values of pages as f32; gives the command's JSON.
+pub fn dequantize(pages: &str, back: &str) -> Value {
+    json(&run(&["dequantize", pages, back, "--json"]))
+}
+
 /// Misuse: exit code 2, nothing on stdout, and a sentence that says these things.
 pub fn refused(output: &Output, says: &[&str]) {
     let error = text(&output.stderr);
@@ -69,6 +86,11 @@ impl Folder {
 
     pub fn path(&self, name: &str) -> String {
         self.0.path().join(name).to_str().unwrap().to_owned()
+    }
+
+    /// The paths of several files.
+    pub fn paths<const N: usize>(&self, names: [&str; N]) -> [String; N] {
+        names.map(|name| self.path(name))
     }
 
     /// Names of all files, sorted.
@@ -125,6 +147,13 @@ pub fn numbers(side: usize) -> Vec<f32> {
         sign * by * (1 + (token * DIM + i % DIM) % 2047) as f32
     };
     (0..HEADS * TOKENS * DIM).map(number).collect()
+}
+
+/// A folder, and in it the file `in` with those numbers as the layer `one`.
+pub fn one_layer() -> (Folder, String) {
+    let folder = Folder::new();
+    let file = input(&folder, "in", "one");
+    (folder, file)
 }
 
 /// A file with one layer of those numbers.
