@@ -1,19 +1,21 @@
 //! A paged, quantized cache for Python: rows come and go as DLPack capsules, of host memory or of the cache's GPU.
 
+mod options;
 mod spans;
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use attn::{
-    Append, Attend, AttendRows, CacheConfig, Device, Error, Heads, KvFormat, SequenceImage,
-    Session, SpanRows, Window, process,
+    Append, AttendRows, CacheConfig, Device, Error, SequenceImage, Session, SpanRows, Window,
+    process,
 };
 use pyo3::{
     prelude::*,
     types::{PyBytes, PyCapsule},
 };
 
-use crate::{dlpack::Array, engine, errors, modifiers::Modifiers};
+use crate::{dlpack::Array, engine, errors};
+use options::{Attending, CacheOptions, StepOptions, appends};
 
 pub use spans::merge_spans;
 
@@ -23,104 +25,6 @@ pub struct Cache {
     session: Mutex<Session>,
     device: Arc<Device>,
     config: CacheConfig,
-}
-
-/// What a step attends, beside its rows.
-#[derive(FromPyObject)]
-pub struct StepOptions {
-    sequences: Vec<usize>,
-    q_lens: Vec<usize>,
-    /// The tokens of each sequence that follow in other shards; empty without shards.
-    tokens_after: Vec<usize>,
-    layer: usize,
-    modifiers: Modifiers,
-}
-
-/// What attends, in the library's words but for the borrowed lists.
-struct Attending {
-    sequences: Vec<usize>,
-    q_lens: Vec<usize>,
-    tokens_after: Vec<usize>,
-    layer: usize,
-    q_heads: usize,
-    scores: attn::ScoreModifiers,
-}
-
-impl Attending {
-    /// With as many query heads as the queries have.
-    fn new(q: &Array<'_>, options: StepOptions) -> PyResult<Self> {
-        let [.., q_heads, _] = q.shape[..] else {
-            q.check_rank(3, "[query tokens, heads, dim]")?;
-            unreachable!("three dims have heads");
-        };
-        Ok(Attending {
-            sequences: options.sequences,
-            q_lens: options.q_lens,
-            tokens_after: options.tokens_after,
-            layer: options.layer,
-            q_heads,
-            scores: options.modifiers.into(),
-        })
-    }
-
-    fn at(&self) -> Attend<'_> {
-        Attend {
-            layer: self.layer,
-            q_heads: self.q_heads,
-            sequences: &self.sequences,
-            q_lens: Some(&self.q_lens),
-            tokens_after: &self.tokens_after,
-            scores: self.scores.clone(),
-        }
-    }
-}
-
-/// The description of a cache, attribute by attribute of Python's.
-#[derive(FromPyObject)]
-pub struct CacheOptions {
-    format: String,
-    /// Query heads of the steps to come, where they are known.
-    q_heads: Option<usize>,
-    heads: usize,
-    dim: usize,
-    max_tokens: usize,
-    sequences: usize,
-    layers: usize,
-    pages: Option<usize>,
-    page_size: usize,
-    max_q_len: usize,
-    k_scales: Option<Vec<f32>>,
-    v_scales: Option<Vec<f32>>,
-}
-
-impl CacheOptions {
-    fn config(self) -> PyResult<CacheConfig> {
-        let format: KvFormat = self.format.parse().map_err(errors::of)?;
-        let heads = Heads {
-            q: self.q_heads.unwrap_or(self.heads),
-            kv: self.heads,
-            dim: self.dim,
-        };
-        let mut builder = CacheConfig::builder(format, heads)
-            .sequences(self.sequences)
-            .layers(self.layers)
-            .max_len(self.max_tokens)
-            .page_size(self.page_size)
-            .max_q_len(self.max_q_len);
-        if let Some(pages) = self.pages {
-            builder = builder.pages(pages);
-        }
-        let scales = |given: Option<Vec<f32>>, is_static: bool| match given {
-            None if is_static => Err(errors::parameter(format!(
-                "scales are missing: {format} stores numbers as multiples of static scales, so k_scales and v_scales give one for each KV head of K and of V \
-                 that is static: the largest magnitude to come, divided by 448 for fp8 and by 127 for int8-tensor"
-            ))),
-            given => Ok(given.unwrap_or_default()),
-        };
-        let k = scales(self.k_scales, format.k.has_tensor_scale())?;
-        let v = scales(self.v_scales, format.v.has_tensor_scale())?;
-        Ok(builder.tensor_scales(k, v).build())
-    }
 }
 
 impl Cache {
@@ -139,21 +43,6 @@ impl Cache {
     ) -> PyResult<T> {
         py.detach(|| work(&mut *self.lock()?)).map_err(errors::of)
     }
-}
-
-/// Counts of tokens as the library takes them.
-fn appends(sequences: &[usize], tokens: &[usize]) -> PyResult<Vec<Append>> {
-    if sequences.len() != tokens.len() {
-        return Err(errors::shape(format!(
-            "sequences names {}, but tokens has {} counts",
-            sequences.len(),
-            tokens.len()
-        )));
-    }
-    let pairs = sequences.iter().zip(tokens);
-    Ok(pairs
-        .map(|(&sequence, &tokens)| Append { sequence, tokens })
-        .collect())
 }
 
 #[pymethods]
