@@ -27,11 +27,13 @@ template <class To, class From> static inline To same_bits(From x) {
 }
 
 // The instructions that need all lanes of a warp.
+// clang-format off: lines of a kind
 enum Op {
     SYNC, ALL, ANY, SUM, MAX, SHUFFLE, SHUFFLE_UP, SHUFFLE_XOR,
     MATRIX_1, MATRIX_2, MATRIX_4, MATRIX_4_TRANSPOSED, TRANSPOSE,
     PRODUCT_S8_S8, PRODUCT_S8_U8, PRODUCT_U8_S8, PRODUCT_U8_U8, PRODUCT_F16, PRODUCT_BF16,
 };
+// clang-format on
 
 struct Index {
     u32 x, y, z;
@@ -274,6 +276,7 @@ static inline const u32* warp_exchange(Op op, std::initializer_list<u32> in) {
     w.op = op;
     std::copy(in.begin(), in.end(), w.in[lane]);
     if (!arrives_last(w.barrier, 32)) return w.out[lane];
+    // clang-format off
     switch (op) {
     case SYNC: break;
     case ALL: case ANY: case SUM: case MAX: reduce(w); break;
@@ -290,6 +293,7 @@ static inline const u32* warp_exchange(Op op, std::initializer_list<u32> in) {
     case PRODUCT_F16: multiply_floats(w, half_number); break;
     case PRODUCT_BF16: multiply_floats(w, [](u32 x) { return same_bits<float>(x << 16); }); break;
     }
+    // clang-format on
     release(w.barrier);
     return w.out[lane];
 }

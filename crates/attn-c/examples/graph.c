@@ -48,7 +48,8 @@ int main(void) {
     cuda(cudaSetDevice(0)); /* The primary context, which the plan uses, is current. */
     printf("attn %s on %s\n", attn_version(), attn_device_name(gpu));
 
-    attn_plan_config shape = {.struct_size = sizeof shape, .format = "int8", .q_heads = Q_HEADS, .kv_heads = KV_HEADS, .head_dim = DIM, .page_size = PAGE, .count = BATCH, .max_tokens = LONGEST};
+    attn_plan_config shape = {
+        .struct_size = sizeof shape, .format = "int8", .q_heads = Q_HEADS, .kv_heads = KV_HEADS, .head_dim = DIM, .page_size = PAGE, .count = BATCH, .max_tokens = LONGEST};
     attn_plan *plan;
     check(attn_plan_create(gpu, &shape, &plan));
     attn_plan_info info;
@@ -61,7 +62,12 @@ int main(void) {
     int *d_table = on_gpu(sizeof table), *d_lengths = on_gpu(sizeof lengths);
     float *d_k = on_gpu(BATCH * KV_ROW * 4), *d_v = on_gpu(BATCH * KV_ROW * 4), *d_q = on_gpu(BATCH * Q_ROW * 4), *d_out = on_gpu(BATCH * Q_ROW * 4);
     cuda(cudaMemcpy(d_table, table, sizeof table, cudaMemcpyHostToDevice));
-    attn_pages pages = {.struct_size = sizeof pages, .pool = on_gpu(info.page_bytes * BATCH * PAGES), .num_pages = BATCH * PAGES, .page_table = d_table, .page_table_stride = PAGES, .kv_lens = d_lengths};
+    attn_pages pages = {.struct_size = sizeof pages,
+                        .pool = on_gpu(info.page_bytes * BATCH * PAGES),
+                        .num_pages = BATCH * PAGES,
+                        .page_table = d_table,
+                        .page_table_stride = PAGES,
+                        .kv_lens = d_lengths};
     attn_tokens tokens = {.struct_size = sizeof tokens, .k = d_k, .v = d_v, .dtype = ATTN_DTYPE_F32};
     attn_rows rows = {.struct_size = sizeof rows, .q = d_q, .out = d_out, .dtype = ATTN_DTYPE_F32};
     attn_buffers buffers = {.struct_size = sizeof buffers, .workspace = on_gpu(info.workspace_bytes)};
@@ -76,7 +82,8 @@ int main(void) {
     cuda(cudaGraphInstantiate(&run, graph, 0));
 
     /* The same tokens on the CPU. */
-    attn_cache_config config = {.struct_size = sizeof config, .format = "int8", .kv_heads = KV_HEADS, .head_dim = DIM, .sequences = BATCH, .max_tokens = LONGEST, .page_size = PAGE};
+    attn_cache_config config = {
+        .struct_size = sizeof config, .format = "int8", .kv_heads = KV_HEADS, .head_dim = DIM, .sequences = BATCH, .max_tokens = LONGEST, .page_size = PAGE};
     attn_cache *cache;
     check(attn_cache_create(cpu, &config, &cache));
     const attn_append appends[BATCH] = {{0, 1}, {1, 1}, {2, 1}};

@@ -57,7 +57,15 @@ int main(void) {
     cuda(cudaSetDevice(0)); /* The primary context, which the plan uses, is current. */
     printf("attn %s on %s\n", attn_version(), attn_device_name(gpu));
 
-    attn_plan_config shape = {.struct_size = sizeof shape, .format = "bf16", .q_heads = Q_HEADS, .kv_heads = KV_HEADS, .head_dim = DIM, .page_size = PAGE, .count = BATCH, .max_tokens = LONGEST, .rows = 1};
+    attn_plan_config shape = {.struct_size = sizeof shape,
+                              .format = "bf16",
+                              .q_heads = Q_HEADS,
+                              .kv_heads = KV_HEADS,
+                              .head_dim = DIM,
+                              .page_size = PAGE,
+                              .count = BATCH,
+                              .max_tokens = LONGEST,
+                              .rows = 1};
     attn_plan *plan;
     check(attn_plan_create(gpu, &shape, &plan));
     attn_plan_info info;
@@ -94,7 +102,13 @@ int main(void) {
     float *d_out = on_gpu(NULL, sizeof expected);
     attn_rows on_device = {.struct_size = sizeof on_device, .q = on_gpu(q, sizeof q), .out = d_out, .dtype = ATTN_DTYPE_F32};
     attn_buffers buffers = {.struct_size = sizeof buffers, .workspace = on_gpu(NULL, info.workspace_bytes)};
-    attn_paged_rows pages = {.struct_size = sizeof pages, .num_pages = POOL, .page_table = on_gpu(table, sizeof table), .page_table_stride = PAGES, .kv_lens = on_gpu(lengths, sizeof lengths), .k_page_stride = PAGE * KV_ROW, .v_page_stride = PAGE * KV_ROW};
+    attn_paged_rows pages = {.struct_size = sizeof pages,
+                             .num_pages = POOL,
+                             .page_table = on_gpu(table, sizeof table),
+                             .page_table_stride = PAGES,
+                             .kv_lens = on_gpu(lengths, sizeof lengths),
+                             .k_page_stride = PAGE * KV_ROW,
+                             .v_page_stride = PAGE * KV_ROW};
     for (int order = 0; order < 2; order++) {
         const uint16_t *all_rows = order ? &by_head[0][0][0][0][0] : &by_token[0][0][0][0][0];
         pages.k = on_gpu(all_rows, sizeof by_token);

@@ -77,7 +77,12 @@ static struct shard shard_of(attn_device *gpu, size_t first, size_t room, attn_p
     s.lengths = on_gpu(BATCH * sizeof *s.lengths, NULL);
     s.after = on_gpu(BATCH * sizeof *s.after, NULL);
     s.slots = on_gpu(LONGEST * sizeof *s.slots, NULL);
-    s.pages = (attn_pages){.struct_size = sizeof s.pages, .pool = on_gpu(info.page_bytes * BATCH * pages, NULL), .num_pages = BATCH * pages, .page_table = on_gpu(BATCH * pages * sizeof *table, table), .page_table_stride = pages, .kv_lens = s.lengths};
+    s.pages = (attn_pages){.struct_size = sizeof s.pages,
+                           .pool = on_gpu(info.page_bytes * BATCH * pages, NULL),
+                           .num_pages = BATCH * pages,
+                           .page_table = on_gpu(BATCH * pages * sizeof *table, table),
+                           .page_table_stride = pages,
+                           .kv_lens = s.lengths};
     s.buffers = (attn_buffers){.struct_size = sizeof s.buffers, .workspace = on_gpu(info.workspace_bytes, NULL)};
     return s;
 }
@@ -114,7 +119,8 @@ int main(void) {
 
     /* Sinks join the softmax once: in the merge, and in no shard. */
     const float sinks[Q_HEADS] = {0.5f, -2.0f, 6.0f, 0.0f, 3.0f, -1e6f, 1.0f, 9.0f};
-    attn_plan_config shape = {.struct_size = sizeof shape, .format = "int8", .q_heads = Q_HEADS, .kv_heads = KV_HEADS, .head_dim = DIM, .page_size = PAGE, .count = BATCH, .spans = 1};
+    attn_plan_config shape = {
+        .struct_size = sizeof shape, .format = "int8", .q_heads = Q_HEADS, .kv_heads = KV_HEADS, .head_dim = DIM, .page_size = PAGE, .count = BATCH, .spans = 1};
     struct shard shards[SHARDS];
     for (int i = 0; i < SHARDS; i++) shards[i] = shard_of(gpu, (size_t)i * SHARE, SHARE, shape);
     shape.spans = 0;
@@ -131,7 +137,16 @@ int main(void) {
     static float found[2][BATCH * Q_ROW], found_lse[2][ROWS];
     attn_tokens tokens = {.struct_size = sizeof tokens, .k = k, .v = v, .dtype = ATTN_DTYPE_F32};
     attn_rows rows = {.struct_size = sizeof rows, .q = q, .out = on_gpu(sizeof found[0], NULL), .dtype = ATTN_DTYPE_F32, .lse = on_gpu(sizeof found_lse[0], NULL)};
-    attn_span_merge merge = {.struct_size = sizeof merge, .max_sums = max_sums, .o = o, .states = SHARDS * SPANS, .rows = ROWS, .q_heads = Q_HEADS, .out = on_gpu(sizeof found[1], NULL), .dtype = ATTN_DTYPE_F32, .lse = on_gpu(sizeof found_lse[1], NULL), .sinks = whole.buffers.sinks};
+    attn_span_merge merge = {.struct_size = sizeof merge,
+                             .max_sums = max_sums,
+                             .o = o,
+                             .states = SHARDS * SPANS,
+                             .rows = ROWS,
+                             .q_heads = Q_HEADS,
+                             .out = on_gpu(sizeof found[1], NULL),
+                             .dtype = ATTN_DTYPE_F32,
+                             .lse = on_gpu(sizeof found_lse[1], NULL),
+                             .sinks = whole.buffers.sinks};
 
     /* Prompts, then a token of each sequence in a step: the first one grows into the second shard, the other one stays in the first. */
     const size_t prompts[BATCH] = {SHARE - STEPS / 2, 700};

@@ -63,7 +63,8 @@ int main(void) {
     attn_device *gpu;
     check(attn_device_open("cuda", &gpu));
     cuda(cudaSetDevice(0)); /* The primary context, which the launches use, is current. */
-    attn_plan_config shape = {.struct_size = sizeof shape, .format = "int8", .q_heads = Q_HEADS, .kv_heads = KV_HEADS, .head_dim = DIM, .page_size = PAGE, .count = 1, .max_tokens = PAGE * PAGES};
+    attn_plan_config shape = {
+        .struct_size = sizeof shape, .format = "int8", .q_heads = Q_HEADS, .kv_heads = KV_HEADS, .head_dim = DIM, .page_size = PAGE, .count = 1, .max_tokens = PAGE * PAGES};
     attn_plan *plan;
     check(attn_plan_create(gpu, &shape, &plan));
     attn_plan_info info;
@@ -83,7 +84,8 @@ int main(void) {
     for (int t = 0; t < TOKENS; t++) slots[t] = t;
     const int table[PAGES] = {0, 1, 2, 3}, lengths[3] = {TOKENS, 2 * PAGE, TOKENS - 2 * PAGE}, row_starts[2] = {0, TOKENS};
     int *d_table = on_gpu(sizeof table, table), *d_lengths = on_gpu(sizeof lengths, lengths);
-    attn_pages pages = {.struct_size = sizeof pages, .pool = on_gpu(info.page_bytes * PAGES, NULL), .num_pages = PAGES, .page_table = d_table, .page_table_stride = PAGES, .kv_lens = d_lengths};
+    attn_pages pages = {
+        .struct_size = sizeof pages, .pool = on_gpu(info.page_bytes * PAGES, NULL), .num_pages = PAGES, .page_table = d_table, .page_table_stride = PAGES, .kv_lens = d_lengths};
     attn_tokens tokens = {.struct_size = sizeof tokens, .k = on_gpu(sizeof k, k), .v = on_gpu(sizeof v, v), .dtype = ATTN_DTYPE_F32};
     check(attn_plan_append_slots(plan, &pages, &tokens, on_gpu(sizeof slots, slots), NULL, TOKENS, stream));
 
@@ -97,22 +99,33 @@ int main(void) {
         of_part.kv_lens = d_lengths + part;
         check(attn_plan_attend(plan, &of_part, &rows, &buffers, stream));
     }
-    attn_merge merge = {.struct_size = sizeof merge, .outs = d_out + Q_ROW, .lses = d_lse + Q_HEADS, .dtype = ATTN_DTYPE_F32, .out = d_out + 3 * Q_ROW, .out_dtype = ATTN_DTYPE_F32, .lse = d_lse + 3 * Q_HEADS, .states = 2, .rows = Q_HEADS};
+    attn_merge merge = {.struct_size = sizeof merge,
+                        .outs = d_out + Q_ROW,
+                        .lses = d_lse + Q_HEADS,
+                        .dtype = ATTN_DTYPE_F32,
+                        .out = d_out + 3 * Q_ROW,
+                        .out_dtype = ATTN_DTYPE_F32,
+                        .lse = d_lse + 3 * Q_HEADS,
+                        .states = 2,
+                        .rows = Q_HEADS};
     check(attn_transfer_merge(transfer, &merge, stream));
 
     /* K as rows again, to the format's precision. */
     float *d_k = on_gpu(sizeof k, NULL);
-    attn_ranges ranges = {.struct_size = sizeof ranges, .k = d_k, .dtype = ATTN_DTYPE_F32, .row_starts = on_gpu(sizeof row_starts, row_starts), .count = 1, .max_tokens = TOKENS};
+    attn_ranges ranges = {
+        .struct_size = sizeof ranges, .k = d_k, .dtype = ATTN_DTYPE_F32, .row_starts = on_gpu(sizeof row_starts, row_starts), .count = 1, .max_tokens = TOKENS};
     check(attn_transfer_export(transfer, &pages, &ranges, stream));
 
     /* Out to pinned host memory, and back into other pages. */
     void *host;
     cuda(cudaHostAlloc(&host, info.page_bytes * PAGES, cudaHostAllocDefault));
     const int64_t out_pairs[PAGES][2] = {{0, 0}, {1, 1}, {2, 2}, {3, 3}}, in_pairs[PAGES + 1][2] = {{0, 3}, {1, 2}, {-1, 0}, {2, 1}, {3, 0}};
-    attn_page_copies swap = {.struct_size = sizeof swap, .from = pages.pool, .from_pages = PAGES, .to = host, .to_pages = PAGES, .pairs = on_gpu(sizeof out_pairs, out_pairs), .count = PAGES};
+    attn_page_copies swap = {
+        .struct_size = sizeof swap, .from = pages.pool, .from_pages = PAGES, .to = host, .to_pages = PAGES, .pairs = on_gpu(sizeof out_pairs, out_pairs), .count = PAGES};
     check(attn_transfer_pages(transfer, &swap, stream));
     cuda(cudaMemsetAsync(pages.pool, 0xff, info.page_bytes * PAGES, stream));
-    swap = (attn_page_copies){.struct_size = sizeof swap, .from = host, .from_pages = PAGES, .to = pages.pool, .to_pages = PAGES, .pairs = on_gpu(sizeof in_pairs, in_pairs), .count = PAGES + 1};
+    swap = (attn_page_copies){
+        .struct_size = sizeof swap, .from = host, .from_pages = PAGES, .to = pages.pool, .to_pages = PAGES, .pairs = on_gpu(sizeof in_pairs, in_pairs), .count = PAGES + 1};
     check(attn_transfer_pages(transfer, &swap, stream));
     static float out[4 * Q_ROW], again[Q_ROW], lse[4 * Q_HEADS], rows_of_k[TOKENS * KV_ROW];
     cuda(cudaMemcpyAsync(out, d_out, sizeof out, cudaMemcpyDeviceToHost, stream));

@@ -30,7 +30,9 @@ inline void check(attn_status status) {
 
 // The attn_dtype of numbers in host memory. For 16-bit ones, give the dtype by name.
 template <typename T> struct dtype_of;
-template <> struct dtype_of<float> { static constexpr attn_dtype value = ATTN_DTYPE_F32; };
+template <> struct dtype_of<float> {
+    static constexpr attn_dtype value = ATTN_DTYPE_F32;
+};
 
 // An opened device.
 class Device {
@@ -71,9 +73,7 @@ public:
     }
 
     // K and V `[tokens][kv_heads][head_dim]` in host memory, for one sequence.
-    template <typename T> void append(std::size_t sequence, std::size_t tokens, const T *k, const T *v) {
-        append({{sequence, tokens}}, k, v);
-    }
+    template <typename T> void append(std::size_t sequence, std::size_t tokens, const T *k, const T *v) { append({{sequence, tokens}}, k, v); }
     template <typename T> void append(const std::vector<attn_append> &appends, const T *k, const T *v) {
         auto rows = make<attn_tokens>();
         rows.k = k;
@@ -95,8 +95,8 @@ public:
 
     // One query token of each sequence, `[sequences][q_heads][head_dim]` in host memory.
     template <typename T>
-    void attend(const std::vector<std::size_t> &sequences, std::size_t q_heads, const T *q, T *out, float *lse = nullptr,
-                const attn_modifiers &modifiers = {}, std::size_t layer = 0) {
+    void attend(const std::vector<std::size_t> &sequences, std::size_t q_heads, const T *q, T *out, float *lse = nullptr, const attn_modifiers &modifiers = {},
+                std::size_t layer = 0) {
         auto step = make<attn_step>();
         step.q_heads = q_heads;
         step.count = sequences.size();
@@ -134,9 +134,7 @@ public:
         check(attn_cache_save(get(), sequence, bytes.data(), bytes.size(), &needed));
         return bytes;
     }
-    void restore(std::size_t sequence, const std::vector<std::uint8_t> &bytes) {
-        check(attn_cache_restore(get(), sequence, bytes.data(), bytes.size()));
-    }
+    void restore(std::size_t sequence, const std::vector<std::uint8_t> &bytes) { check(attn_cache_restore(get(), sequence, bytes.data(), bytes.size())); }
 
     // For what this class leaves to attn.h: several query tokens of a sequence, memory of a GPU.
     attn_cache *get() const noexcept { return handle_.get(); }

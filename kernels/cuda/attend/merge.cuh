@@ -34,11 +34,9 @@ DEVICE void merge(float2& a, const float2& b, const MergeScale& w, bool is_fold)
 }
 DEVICE void merge(float4& a, const float4& b, const MergeScale& w, bool is_fold) {
     if (is_fold) {
-        a = {fmaf(b.x, w.beta, a.x * w.alpha), fmaf(b.y, w.beta, a.y * w.alpha), fmaf(b.z, w.beta, a.z * w.alpha),
-             fmaf(b.w, w.beta, a.w * w.alpha)};
+        a = {fmaf(b.x, w.beta, a.x * w.alpha), fmaf(b.y, w.beta, a.y * w.alpha), fmaf(b.z, w.beta, a.z * w.alpha), fmaf(b.w, w.beta, a.w * w.alpha)};
     } else {
-        a = {a.x * w.alpha + b.x * w.beta, a.y * w.alpha + b.y * w.beta, a.z * w.alpha + b.z * w.beta,
-             a.w * w.alpha + b.w * w.beta};
+        a = {a.x * w.alpha + b.x * w.beta, a.y * w.alpha + b.y * w.beta, a.z * w.alpha + b.z * w.beta, a.w * w.alpha + b.w * w.beta};
     }
 }
 
@@ -50,9 +48,7 @@ struct WorkItem {
     int b, kv_head, row_block, num_partials;
     Level level;  // of the partials
 
-    METHOD u64 index(const DecodeParams& p) const {
-        return ((u64)b * p.num_kv_heads + kv_head) * p.row_blocks + row_block;
-    }
+    METHOD u64 index(const DecodeParams& p) const { return ((u64)b * p.num_kv_heads + kv_head) * p.row_blocks + row_block; }
     // Rows of the block without padding.
     METHOD int rows(const DecodeParams& p) const { return min(Config::ROWS, p.heads_per_kv * query_block(p, b).tokens - row_block * Config::ROWS); }
     // The sink of a row's query head, or -inf without.
@@ -99,9 +95,7 @@ struct Epilogue {
         if (first && lse) *lse = some ? log_sum(m, l) : MINUS_INFINITY;
         scale = some ? rcp(l) * alpha : 1.0f;
     }
-    METHOD float4 of(const float4& o) const {
-        return {o.x * scale * tensor, o.y * scale * tensor, o.z * scale * tensor, o.w * scale * tensor};
-    }
+    METHOD float4 of(const float4& o) const { return {o.x * scale * tensor, o.y * scale * tensor, o.z * scale * tensor, o.w * scale * tensor}; }
     METHOD float of(float o) const { return o * scale * tensor; }
     // Vectors lane, lane + LANES, … of a finished row, by LANES neighbouring threads; all threads of the warp call it together.
     template <int LANES, int N> METHOD void write_row(float (&x)[N][4], int lane) const {

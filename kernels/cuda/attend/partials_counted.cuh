@@ -25,8 +25,7 @@ constexpr int FEW = 4;
 // segments, segments merge into spans, spans into the sequence's state. Not inlined: it is long and rare. Arguments by value: references would be reloaded from
 // global memory. A launch waits for this last, for one warp's latencies in a row; so a batch of states is loaded at once, and four
 // partials at a time are merged without a branch. Refilling merged places of the batch would make the compiler wait for each load.
-template <class Vector, int LANES, Level LEVEL>
-static __device__ __noinline__ void merge_partials(PartialRows partials, Epilogue epilogue, int from, int to) {
+template <class Vector, int LANES, Level LEVEL> static __device__ __noinline__ void merge_partials(PartialRows partials, Epilogue epilogue, int from, int to) {
     constexpr int WIDTH = sizeof(Vector) / 4, VECTORS = WIDTH < 4 ? 1 : (HEAD_DIM / WIDTH + LANES - 1) / LANES;
     constexpr int CHUNK = VECTORS < 4 || Values::IS_ROTATED ? VECTORS : 4, WIDEST = WIDTH < (Config::MERGES_GLOBALLY ? 2 : 4) ? LANES : LANES / 2;
     constexpr int BATCH = Values::IS_ROTATED && WIDEST > SPAN && WIDEST * CHUNK * WIDTH > 64 ? WIDEST / 2 : WIDEST;  // of partials; a rotation takes registers, too
@@ -69,7 +68,10 @@ static __device__ __noinline__ void merge_partials(PartialRows partials, Epilogu
 #pragma unroll 1
                     for (bool few = true;;) {
                         if (awaits_ml && !has_arrived(mine)) mine = load_relaxed(partials.ml + (u64)(base + lane) * Config::ROWS);
-                        if (few) each([&](int i, int k, Vector* p) { if (awaits && !has_arrived(x[i][k])) x[i][k] = load_relaxed(p); });
+                        if (few)
+                            each([&](int i, int k, Vector* p) {
+                                if (awaits && !has_arrived(x[i][k])) x[i][k] = load_relaxed(p);
+                            });
                         u32 missing = __ballot_sync(~0u, awaits_ml && !has_arrived(mine));
                         bool all = missing == 0;
                         each([&](int i, int k, Vector*) { all &= has_arrived(x[i][k]); });
@@ -77,7 +79,9 @@ static __device__ __noinline__ void merge_partials(PartialRows partials, Epilogu
                         few = __popc(missing) <= FEW * (32 / LANES);
                         backoff();
                     }
-                    each([&](int, int, Vector* p) { if (awaits) __stcg(p, ZERO); });
+                    each([&](int, int, Vector* p) {
+                        if (awaits) __stcg(p, ZERO);
+                    });
                 } else {
                     each([&](int i, int k, Vector* p) { x[i][k] = __ldcg(p); });
                 }
@@ -203,9 +207,7 @@ struct ArrivalCount {
 };
 
 // The slices that have rows.
-DEVICE u32 slices_of(const DecodeParams& p, const WorkItem& item) {
-    return (1 << (item.rows(p) + SLICE_ROWS - 1) / SLICE_ROWS) - 1;
-}
+DEVICE u32 slices_of(const DecodeParams& p, const WorkItem& item) { return (1 << (item.rows(p) + SLICE_ROWS - 1) / SLICE_ROWS) - 1; }
 // The slices for a CTA with partials from `from` to `end`.
 DEVICE u32 slices_for(const DecodeParams& p, const WorkItem& item, int from, int end) {
     if (item.num_partials < Config::SHARED_PARTIALS && item.level != TILE_VALUES) return 0;
@@ -220,7 +222,7 @@ DEVICE u32 slices_for(const DecodeParams& p, const WorkItem& item, int from, int
 
 // The outcome of an arrival.
 struct Arrival {
-    u32 last;   // 0, or 1 + the first partial of a work item whose partials have all arrived
+    u32 last;  // 0, or 1 + the first partial of a work item whose partials have all arrived
     u32 slices;  // slices that this CTA merges
 };
 
@@ -279,7 +281,8 @@ DEVICE void merge_slices(const DecodeParams& p, const WorkItem& item, const Merg
                 else merge_row<float, 32>(p, item, first, of_row, mergers.row, from, HEAD_DIM / WIDTH);
             }
             mergers.barrier();
-            if (Values::IS_ROTATED) Epilogue::at(p, item, row).write_rotated(mergers.row + Config::merge_thread() % 32 * 4, warp, WARPS, Config::merge_thread() % 32);
+            if (Values::IS_ROTATED)
+                Epilogue::at(p, item, row).write_rotated(mergers.row + Config::merge_thread() % 32 * 4, warp, WARPS, Config::merge_thread() % 32);
             mergers.barrier();  // before the place is another row's
         }
     }

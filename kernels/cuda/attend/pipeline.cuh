@@ -161,9 +161,7 @@ template <class Source> struct TileCopier {
 
     // The page of the current tile's entry n; the whole warp asks.
     METHOD u32 entry_of(int n) const { return __shfl_sync(~0u, pages, known + n); }
-    METHOD const u8* run(const DecodeParams& p, u32 of_page) const {
-        return runs + (u64)of_page * (u32)p.page_stride;
-    }
+    METHOD const u8* run(const DecodeParams& p, u32 of_page) const { return runs + (u64)of_page * (u32)p.page_stride; }
 
     METHOD void copy_stage(const DecodeParams& p) {
         if constexpr (PAGE == 0) {
@@ -190,7 +188,8 @@ template <class Source> struct TileCopier {
             if (copies()) {
                 bool apart = Stage::HOLDS_BOTH || (has_k ? Stage::K_RESIDUALS_APART : Stage::V_RESIDUALS_APART);
                 int code_bytes = has_codes ? ((has_k ? Stage::K_BLOCK_BYTES : 0) + (has_v ? Stage::V_BLOCK_BYTES : 0)) * Stage::BLOCKS : 0, residual_bytes = 0;
-                if (with_residuals && has_codes != apart) residual_bytes = ((has_k ? Stage::K_RESIDUALS : 0) + (has_v ? Stage::V_RESIDUALS : 0)) * Stage::BLOCKS;
+                if (with_residuals && has_codes != apart)
+                    residual_bytes = ((has_k ? Stage::K_RESIDUALS : 0) + (has_v ? Stage::V_RESIDUALS : 0)) * Stage::BLOCKS;
                 expect(code_bytes + residual_bytes);
                 if (has_codes) copy_blocks(p, indices, has_k, has_v);
                 if (residual_bytes) copy_residuals(p, residuals, has_k, has_v, ring.at() + code_bytes);
@@ -205,7 +204,8 @@ template <class Source> struct TileCopier {
 #if ATTN_BULK
         if (!WINDOW) return;
         int ahead = max(tile, source.first_residual_tile(p)) + lane / PageTable::ENTRIES;
-        int index = min(PAGE > TILE ? ahead / PageTable::TILES : ahead * PageTable::ENTRIES + lane % PageTable::ENTRIES, (source.kv_len() - 1) / PageTable::SAFE_ENTRY_TOKENS);
+        int index = min(PAGE > TILE ? ahead / PageTable::TILES : ahead * PageTable::ENTRIES + lane % PageTable::ENTRIES,
+                        (source.kv_len() - 1) / PageTable::SAFE_ENTRY_TOKENS);
         u32 page = __shfl_sync(~0u, residual_pages, index & 31);
         if (ahead < end) prefetch_bulk(run(p, page), Keys::residuals(PAGE) + Values::residuals(PAGE));
 #endif
@@ -238,7 +238,8 @@ template <class Source> struct TileCopier {
                 copy(to + n * bytes, from + (has_k ? 0 : Run::V_RESIDUALS), bytes);
             } else {
                 if (has_k && Keys::WINDOW) copy_panels<8>(to, from, PANELS, n);
-                if (has_v && Values::WINDOW) copy(to + (has_k ? Stage::K_RESIDUALS : 0) + n * PIECE * HEAD_DIM / 2, from + Run::V_RESIDUALS + in_page() * HEAD_DIM / 2, PIECE * HEAD_DIM / 2);
+                if (has_v && Values::WINDOW)
+                    copy(to + (has_k ? Stage::K_RESIDUALS : 0) + n * PIECE * HEAD_DIM / 2, from + Run::V_RESIDUALS + in_page() * HEAD_DIM / 2, PIECE * HEAD_DIM / 2);
             }
         }
     }

@@ -16,9 +16,7 @@ struct PageTable {
 };
 
 // The bytes that the copy engine's swizzle spans where rows have so many.
-constexpr int swizzle_of(int row_bytes) {
-    return row_bytes % 128 == 0 ? 128 : row_bytes % 64 == 0 ? 64 : row_bytes % 32 == 0 ? 32 : 16;
-}
+constexpr int swizzle_of(int row_bytes) { return row_bytes % 128 == 0 ? 128 : row_bytes % 64 == 0 ? 64 : row_bytes % 32 == 0 ? 32 : 16; }
 
 struct Stage {
     static constexpr int BLOCK = PAGE == 0 ? TILE : smaller(larger(PAGE, Config::LEAST_BLOCK), TILE);  // tokens that lie together
@@ -91,9 +89,7 @@ template <int SCHEME, class Rows> struct SideParams {
     Rows rows;
 
     METHOD u32 place(int group, int t, int bytes) const { return at + block_of(t) * stride + (group * Stage::BLOCK + in_block(t)) * bytes; }
-    METHOD float scale(int group, int t) const {
-        return half_float(lds16(PAGE == 0 ? rows(at, group, t) : place(group, t, 2)));
-    }
+    METHOD float scale(int group, int t) const { return half_float(lds16(PAGE == 0 ? rows(at, group, t) : place(group, t, 2))); }
     // The scale, and the shift that goes with centred codes (`INT4`).
     METHOD float2 scale_shift(int group, int t) const {
         u32 x = lds32(place(group, t, 4));

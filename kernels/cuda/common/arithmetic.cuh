@@ -41,9 +41,7 @@ DEVICE float exp2f_full(float x) {
 }
 
 // 2^-distance up to 64, 0 beyond.
-DEVICE float pow2(float distance) {
-    return distance <= 64.0f ? bits_float(0x3F800000u - (float_bits(distance + MAGIC) << 23)) : 0.0f;
-}
+DEVICE float pow2(float distance) { return distance <= 64.0f ? bits_float(0x3F800000u - (float_bits(distance + MAGIC) << 23)) : 0.0f; }
 
 // `rcp` of 1, 5/4, 6/4 and 7/4: all that it is asked of a κ, since it scales with powers of two.
 constexpr u32 RCP_OF_4_4 = 0x3F7FFFFF, RCP_OF_5_4 = 0x3F4CCCCD, RCP_OF_6_4 = 0x3F2AAAAB, RCP_OF_7_4 = 0x3F124924;

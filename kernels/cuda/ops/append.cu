@@ -17,14 +17,10 @@ namespace attn {
 typedef Token<Keys::SCHEME, Keys::GROUPS, false> KToken;
 typedef Token<Values::SCHEME, Values::GROUPS, (Values::BITS < 16)> VToken;
 
-DEVICE u8* run_of(const AppendParams& p, u32 page, int head) {
-    return p.pool + page * p.page_stride + (u32)head * Run::BYTES;
-}
+DEVICE u8* run_of(const AppendParams& p, u32 page, int head) { return p.pool + page * p.page_stride + (u32)head * Run::BYTES; }
 DEVICE u32 page_of(const AppendParams& p, int b, u32 page) { return p.page_table[(long long)b * p.page_table_stride + page]; }
 constexpr u32 NO_PAGE = ~0u;  // in the slot of a page that keeps no residuals
-DEVICE u32 residual_page_of(const AppendParams& p, int b, u32 page) {
-    return p.residual_pages[(u64)b * p.residual_ring + (page & (p.residual_ring - 1))];
-}
+DEVICE u32 residual_page_of(const AppendParams& p, int b, u32 page) { return p.residual_pages[(u64)b * p.residual_ring + (page & (p.residual_ring - 1))]; }
 DEVICE float scale_of(const float* scales, int head) { return scales ? scales[head] : 1.0f; }
 
 // Token t of a page: the run of its page, and that of the residual page, null if the page keeps no residuals.

@@ -46,7 +46,8 @@ extern "C" __global__ void attn_check(const __grid_constant__ DecodeParams p, co
     if (c.cu_seqlens_q != nullptr) {
         const int at = blockIdx.x, begin = c.cu_seqlens_q[at], end = c.cu_seqlens_q[at + 1];
         const bool begins = begin >= 0 && begin <= c.query_tokens;
-        if (threadIdx.x == 0 && !(begins && end >= begin && end <= c.query_tokens)) report(c.report, QUERY_START, begins ? at + 1 : at, begins ? end : begin, c.query_tokens);
+        if (threadIdx.x == 0 && !(begins && end >= begin && end <= c.query_tokens))
+            report(c.report, QUERY_START, begins ? at + 1 : at, begins ? end : begin, c.query_tokens);
         return;
     }
     const int b = blockIdx.x, len = p.kv_lens[b];

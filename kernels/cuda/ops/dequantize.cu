@@ -32,7 +32,8 @@ template <int SCHEME, int GROUPS, bool COLUMNS> struct WidenedToken : StoredToke
                 u32 word[4];
 #pragma unroll
                 for (int i = 0; i < 4; i++) word[i] = narrow_pair(number(x[j][8 * half + 2 * i]), number(x[j][8 * half + 2 * i + 1]), Dtype::F16);
-                if (TOKEN_LANES * j + part < PANELS) *(uint4*)(side + ((2 * (TOKEN_LANES * j + part) + half) * TILE + t) * 16) = {word[0], word[1], word[2], word[3]};
+                if (TOKEN_LANES * j + part < PANELS)
+                    *(uint4*)(side + ((2 * (TOKEN_LANES * j + part) + half) * TILE + t) * 16) = {word[0], word[1], word[2], word[3]};
             }
     }
 };

@@ -36,8 +36,7 @@ extern "C" __global__ void __launch_bounds__(128) attn_import(const __grid_const
     }
     for (int i = threadIdx.x; i < tokens * V_BYTES; i += 128) {
         int t = i / V_BYTES, byte = i % V_BYTES;
-        int at = Values::BITS == 16 ? (byte / 16 * PAGE + t) * 16 + byte % 16
-                                    : (t / 16 * HEAD_DIM + byte) * 16 + slot_of(t);
+        int at = Values::BITS == 16 ? (byte / 16 * PAGE + t) * 16 + byte % 16 : (t / 16 * HEAD_DIM + byte) * 16 + slot_of(t);
         run[Run::V_CODES + at] = p.v[row(p.v_strides, t) + byte];
     }
     for (int i = threadIdx.x; i < tokens * V_SCALES; i += 128) {

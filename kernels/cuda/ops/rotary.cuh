@@ -13,9 +13,7 @@ constexpr bool HAS_ROTARY = ATTN_ROTARY;  // whether K is rotated by its positio
 struct TwoNumbers {
     u32 low, high;  // of 16 bits: both in `low`
 
-    METHOD float2 widened(int dtype) const {
-        return dtype == Dtype::F32 ? make_float2(bits_float(low), bits_float(high)) : widen_pair(low, dtype);
-    }
+    METHOD float2 widened(int dtype) const { return dtype == Dtype::F32 ? make_float2(bits_float(low), bits_float(high)) : widen_pair(low, dtype); }
 };
 // Numbers `at`, at + 1; `at` is even where they are aligned to each other.
 DEVICE TwoNumbers load_two(const void* numbers, u64 at, int dtype, bool is_aligned = true) {

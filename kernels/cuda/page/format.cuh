@@ -5,15 +5,11 @@
 
 namespace attn {
 
-constexpr int code_bits(int scheme) {
-    return scheme <= BF16 ? 16 : scheme == INT4 || scheme == ROTATED_INT4 ? 4 : 8;
-}
+constexpr int code_bits(int scheme) { return scheme <= BF16 ? 16 : scheme == INT4 || scheme == ROTATED_INT4 ? 4 : 8; }
 constexpr bool is_integer(int scheme) { return scheme >= INT8_TOKEN; }
 constexpr bool is_rotated(int scheme) { return scheme == ROTATED_INT8 || scheme == ROTATED_INT4; }
 // Bytes of a token's parameters in one quantization group: an f16 scale, beside it an f16 shift in plain int4.
-constexpr int param_bytes(int scheme) {
-    return scheme == INT4 ? 4 : is_integer(scheme) && scheme != INT8_TENSOR ? 2 : 0;
-}
+constexpr int param_bytes(int scheme) { return scheme == INT4 ? 4 : is_integer(scheme) && scheme != INT8_TENSOR ? 2 : 0; }
 
 // K or V of one KV head, in rows of DIM elements.
 template <int SCHEME_, int GROUPS_, int WINDOW_, int DIM> struct SideOf {

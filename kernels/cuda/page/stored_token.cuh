@@ -23,7 +23,8 @@ template <int BITS> struct TurnedBlock {
 
     // Bytes 0 to 3 of four words, each in a word of its own.
     static METHOD void turn(u32 (&x)[4]) {
-        const u32 low[2] = {__byte_perm(x[0], x[1], 0x5140), __byte_perm(x[2], x[3], 0x5140)}, high[2] = {__byte_perm(x[0], x[1], 0x7362), __byte_perm(x[2], x[3], 0x7362)};
+        const u32 low[2] = {__byte_perm(x[0], x[1], 0x5140), __byte_perm(x[2], x[3], 0x5140)},
+                  high[2] = {__byte_perm(x[0], x[1], 0x7362), __byte_perm(x[2], x[3], 0x7362)};
         x[0] = __byte_perm(low[0], low[1], 0x5410), x[1] = __byte_perm(low[0], low[1], 0x7632);
         x[2] = __byte_perm(high[0], high[1], 0x5410), x[3] = __byte_perm(high[0], high[1], 0x7632);
     }
@@ -88,7 +89,9 @@ template <int SCHEME, bool COLUMNS> struct PanelCodes {
                 word[0] = x.x, word[1] = x.y;
             }
         } else {
-            const u8* const from = codes + (BITS == 16 ? (2 * panel * PAGE + t) * 16 : BITS == 8 ? (panel * PAGE + t) * 16 : Layout::place_in_rows(16 * panel, t));
+            const u8* const from = codes + (BITS == 16  ? (2 * panel * PAGE + t) * 16
+                                            : BITS == 8 ? (panel * PAGE + t) * 16
+                                                        : Layout::place_in_rows(16 * panel, t));
 #pragma unroll
             for (int i = 0; i < WORDS; i += 4) {
                 const uint4 x = *(const uint4*)(from + i / 4 * (PAGE * 16));

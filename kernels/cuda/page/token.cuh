@@ -127,9 +127,7 @@ struct Shifted {
 };
 
 // The f16 scale (low half) and shift of int4 elements between lo and hi.
-DEVICE u32 int4_param(float lo, float hi) {
-    return half_quotient<15>(fminf(__fsub_rn(hi, lo), LARGEST)) | (u32)half_shift(lo) << 16;
-}
+DEVICE u32 int4_param(float lo, float hi) { return half_quotient<15>(fminf(__fsub_rn(hi, lo), LARGEST)) | (u32)half_shift(lo) << 16; }
 
 // A word of the low bytes of four words.
 DEVICE u32 low_bytes(u32 a, u32 b, u32 c, u32 d) { return __byte_perm(__byte_perm(a, b, 0x0040), __byte_perm(c, d, 0x0040), 0x5410); }
@@ -291,8 +289,9 @@ template <int SCHEME, int GROUPS, bool COLUMNS> struct Token {
         if (IS_INT4) over_groups(lo, 0x7fffffff, lane, Smaller());
 #pragma unroll
         for (int i = 0; i < EACH; i++)
-            param[i] = IS_INT4 ? int4_param(from_ordered(lo[i]), from_ordered(hi[i]))
-                     : HALF_STEPS ? half_quotient<16>(from_ordered(hi[i])) : half_quotient<127>(from_ordered(hi[i]));
+            param[i] = IS_INT4      ? int4_param(from_ordered(lo[i]), from_ordered(hi[i]))
+                       : HALF_STEPS ? half_quotient<16>(from_ordered(hi[i]))
+                                    : half_quotient<127>(from_ordered(hi[i]));
     }
 
     METHOD void widen() {

@@ -45,9 +45,7 @@ struct Split {
     int all;               // partials of the work item
     int first, end;        // partials of this team
 
-    METHOD Level level() const {
-        return shift == 0 ? TILE_VALUES : shift == SEGMENT_SHIFT ? SEGMENT_STATES : SPAN_STATES;
-    }
+    METHOD Level level() const { return shift == 0 ? TILE_VALUES : shift == SEGMENT_SHIFT ? SEGMENT_STATES : SPAN_STATES; }
     // Partials of each team.
     DEVICE int each_of(const DecodeParams& p, int partials) {
         u32 second = blockDim.x / Config::TEAM_THREADS - 1;  // team of the CTA
@@ -117,8 +115,7 @@ DEVICE void produce(const DecodeParams& p, Work& work, Split& split, const Ring&
     if (copier.tile < end) {
         copier.prefetch_residuals(p, end);
         copier.load_page_indices(p, likely, likely_page(p, start.index));
-        while (!copier.copy_next(p)) {
-        }
+        while (!copier.copy_next(p)) {}
     }
     signal_q_loaded(start.team);
 #pragma unroll 1

@@ -44,12 +44,14 @@ struct MergeJobs {
     // Where a row's dim goes; `base`: of the CTA's shared memory.
     METHOD Sent at(u32 base, int row, int dim) const {
         u32 job = row * runs() + (is_row ? 0 : dim / 32), of_team = base + team(job) * SharedMemory::BYTES;
-        return {peer_address(of_team + SharedMemory::RECEIVED + index(job) * stride(), rank(job)), peer_address(of_team + SharedMemory::ALL_RECEIVED, rank(job)), dim % width()};
+        return {peer_address(of_team + SharedMemory::RECEIVED + index(job) * stride(), rank(job)),
+                peer_address(of_team + SharedMemory::ALL_RECEIVED, rank(job)), dim % width()};
     }
 };
 
 // Merges a team's jobs, which lie at `sent`, and writes their results.
-template <int LEVEL, int COLUMNS> DEVICE void merge_jobs(const DecodeParams& p, const WorkItem& item, const MergeJobs& jobs, u32 rank, const Team& team, u32 sent) {
+template <int LEVEL, int COLUMNS>
+DEVICE void merge_jobs(const DecodeParams& p, const WorkItem& item, const MergeJobs& jobs, u32 rank, const Team& team, u32 sent) {
 #pragma unroll 1
     for (int i = team.warp; i < jobs.of_team(rank, team.index); i += Config::TILE_WARPS) {
         u32 job = jobs.job(rank, team.index, i), at = sent + i * jobs.stride();

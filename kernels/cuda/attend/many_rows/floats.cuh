@@ -13,7 +13,7 @@ struct FloatTiles : Warpgroup {
     static constexpr int LIFT = IS_BF16 ? 0 : 14;  // weights of f16 are as large as its range allows: small ones then keep their bits
     static constexpr bool IN_ROWS = PAGE == 0 && !Config::UNPACKS;           // products read rows as the copy engine puts them into a stage
     static constexpr int SWIZZLE = IN_ROWS ? Stage::K_SWIZZLE : 128;
-    static constexpr bool BY_DIMS = !Config::UNPACKS || Stage::V_TOKEN_MAJOR;       // V lies by panels of eight dims, or in rows of them, else by panels of eight tokens
+    static constexpr bool BY_DIMS = !Config::UNPACKS || Stage::V_TOKEN_MAJOR;  // V lies by panels of eight dims, or in rows of them, else by panels of eight tokens
     static constexpr int STEP = Config::FLOAT_STEP, SIDES = 2 * STEP;  // tiles of a step, and their stages in the ring: K and V of tile after tile
     // Products read the first parts of queries from shared memory, which leaves registers for a second tile; or from registers, where codes are turned.
     u32 high[Config::QUERIES_IN_REGISTERS ? PANELS : 1][4];  // as left operands of 16 dims
@@ -24,7 +24,7 @@ struct FloatTiles : Warpgroup {
     float up[2];  // powers of two that queries are multiplied by
     template <int TILES> using Scores = float[TILES][SUMS_OF_TILE];
     template <int TILES> using Weights = u32[TILES * 4][4];  // as left operands of 16 tokens
-    using Low = u32[LOW_PANELS][4];                          // second parts of queries, as left operands of 16 dims
+    using Low = u32[LOW_PANELS][4];  // second parts of queries, as left operands of 16 dims
 
     // A row of the thread's, as it is: scores are scaled.
     METHOD QueryRow unscaled_row(const WorkRange& range, int h) const {
@@ -41,7 +41,7 @@ struct FloatTiles : Warpgroup {
         load_elements(row, lane, elements);
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-            float(&x)[PANELS][4] = elements[h];
+            float (&x)[PANELS][4] = elements[h];
             float largest = rotate_row(x, lane);
             // By a power of two, to below 2^14, which f16 holds.
             int e = largest == 0.0f ? 0 : min(13 - exponent(largest), 126);
@@ -156,7 +156,12 @@ struct FloatTiles : Warpgroup {
         products_begin();
 #pragma unroll
         for (int i = 0; i < TILES * 4; i++)
-            FloatProducts<IS_BF16, BY_DIMS>::multiply(o, weights[i], matrices_behind(b, i / 4 * 2 * SIDE_BYTES + i % 4 * 16 * (IN_ROWS ? SWIZZLE : BY_DIMS ? 16 : 2 * HEAD_DIM)), true);
+            FloatProducts<IS_BF16, BY_DIMS>::multiply(o, weights[i],
+                                                      matrices_behind(b, i / 4 * 2 * SIDE_BYTES + i % 4 * 16 *
+                                                                                                      (IN_ROWS   ? SWIZZLE
+                                                                                                       : BY_DIMS ? 16
+                                                                                                                 : 2 * HEAD_DIM)),
+                                                      true);
         products_commit();
     }
     // Zeros in place of V's tokens that do not exist: their bytes may be a NaN, and 0·NaN is not 0. `tokens`: those that do, from the first tile's first on.

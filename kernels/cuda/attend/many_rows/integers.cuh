@@ -41,7 +41,7 @@ struct IntegerTiles : Warpgroup {
         load_elements(from, lane, elements);
 #pragma unroll
         for (int h = 0; h < THREAD_ROWS; h++) {
-            float(&x)[PANELS][4] = elements[h];
+            float (&x)[PANELS][4] = elements[h];
             float largest = rotate_row(x, lane);
             QueryStep step = query_step(largest);
             rows.scale[h] = step.step;
@@ -245,7 +245,8 @@ struct IntegerTiles : Warpgroup {
         u64 v = matrices(at.codes, HEAD_DIM * 16);
         products_begin();
 #pragma unroll
-        for (int i = 0; i < 2; i++) Products<!Values::HAS_NIBBLES>::multiply_unsigned(values, w.a[i], matrices_behind(v, i * 2 * HEAD_DIM * 16 + first * BYTES_OF_ELEMENT), i > 0);
+        for (int i = 0; i < 2; i++)
+            Products<!Values::HAS_NIBBLES>::multiply_unsigned(values, w.a[i], matrices_behind(v, i * 2 * HEAD_DIM * 16 + first * BYTES_OF_ELEMENT), i > 0);
         if (Values::WINDOW && at.residuals)
 #pragma unroll
             for (int i = 0; i < 2; i++) {

@@ -205,8 +205,7 @@ DEVICE void produce(const DecodeParams& p, const RowMaps* maps, const Scheduler&
         Unpacker{issuer, ring, unpacked, unpacker, lane, 0}.unpack(p, scheduler);
     } else {
 #pragma unroll 1
-        while (unpacker == 0 && issuer.issue()) {
-        }
+        while (unpacker == 0 && issuer.issue()) {}
     }
     wait_for_dependencies();  // a launch that waits for this one relies on those before it, too
 }

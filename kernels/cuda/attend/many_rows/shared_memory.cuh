@@ -8,6 +8,7 @@ constexpr int QUEUE_SLOTS = 4, SCHEDULER_BYTES = QUEUE_SLOTS * 20;
 constexpr int QUERY_BYTES = 64 * HEAD_DIM * (INTEGER ? 1 : Config::QUERIES_IN_REGISTERS ? 0 : 2);   // of a warpgroup
 
 struct SharedMemory {
+    // clang-format off: a table
     enum : int {
         STAGES_AT = 0,                                                                              // u8 [TEAMS][STAGES][Stage::BYTES]
         UNPACKED_AT = STAGES_AT + Config::TEAMS * Config::STAGES * Stage::BYTES,                    // u8 [TEAMS][UNPACKED_STAGES][UNPACKED_BYTES]
@@ -21,6 +22,7 @@ struct SharedMemory {
         SCHEDULERS = NOWHERE + 16,                                                                  // SpanRangeScheduler [TEAMS], or of each ItemQueueScheduler its barriers, then items
         BYTES = SCHEDULERS + Config::TEAMS * SCHEDULER_BYTES
     };
+    // clang-format on
 };
 
 extern "C" __device__ const int attn_shared_bytes = SharedMemory::BYTES;

@@ -123,9 +123,9 @@ static_assert(sizeof(SpanRangeScheduler) <= SCHEDULER_BYTES, "many_rows/shared_m
 struct ItemQueueScheduler {
     static constexpr int READERS = (Config::UNPACKS ? Config::UNPACKERS + 1 : 1) + 4 * Config::TEAM_WARPGROUPS;  // warps; the one that copies and unpacks reads twice
 
-    u32 slots;   // shared address: u64 full[QUEUE_SLOTS], empty[QUEUE_SLOTS]; u32 items[QUEUE_SLOTS]
+    u32 slots;  // shared address: u64 full[QUEUE_SLOTS], empty[QUEUE_SLOTS]; u32 items[QUEUE_SLOTS]
     u32 blocks;  // query blocks that have tokens
-    int slot;    // of the next item
+    int slot;  // of the next item
     u32 phase;
 
     // Prepares the queues of the CTA's teams, which are usable behind the next barrier; the query blocks that have tokens. All threads of the CTA.

@@ -115,8 +115,14 @@ struct Merge {
         bool first = partial == 0, last = end == work.num_partials;
         // Units of tiles, which merge at two levels, and row blocks that take turns become partials.
         bool keeps = !Config::LEAVES_SPANS && (first ? last || (takes != A_TILE && p.row_blocks == 1) : covered > 0);
-        Unit u = {{work.b, work.heads, work.row_block, work.num_partials, takes == A_TILE ? SEGMENT_STATES : SPAN_STATES}, partial, end, first, keeps, keeps && last,
-                  !keeps || (!last && (!next.is_valid(p) || next.is_fresh)), takes};
+        Unit u = {{work.b, work.heads, work.row_block, work.num_partials, takes == A_TILE ? SEGMENT_STATES : SPAN_STATES},
+                  partial,
+                  end,
+                  first,
+                  keeps,
+                  keeps && last,
+                  !keeps || (!last && (!next.is_valid(p) || next.is_fresh)),
+                  takes};
         if (u.takes == A_SPAN && !keeps) publish_spans(p, u);
         else merge_teams(p, u);
         if constexpr (Config::LEAVES_SPANS) {

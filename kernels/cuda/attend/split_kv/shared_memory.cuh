@@ -9,6 +9,7 @@ namespace attn {
 constexpr int CURSOR_BYTES = 64;
 
 struct SharedMemory {
+    // clang-format off: a table
     enum : int {
         STAGES_AT = 0,                                                                              // u8 [TEAMS][STAGES][Stage::BYTES]
         STATES = STAGES_AT + Config::TEAMS * Config::STAGES * Stage::BYTES,                         // float [TEAMS][ROWS][STATE_STRIDE]: O for the merge
@@ -21,6 +22,7 @@ struct SharedMemory {
         CURSORS = MERGE_STATE + 64,                                                                 // Cursor [2 + TEAMS]: this unit, the next one, each producer's
         BYTES = CURSORS + (2 + Config::TEAMS) * CURSOR_BYTES
     };
+    // clang-format on
 };
 
 extern "C" __device__ const int attn_shared_bytes = SharedMemory::BYTES;

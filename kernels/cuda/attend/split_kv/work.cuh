@@ -26,7 +26,9 @@ struct Measure {
 };
 
 // KV heads of a sequence, or groups of four where a team has a work item.
-DEVICE int heads_of(const DecodeParams& p, PartialKind partials) { return partials == ITEMS ? (p.num_kv_heads + Config::TEAMS - 1) / Config::TEAMS : p.num_kv_heads; }
+DEVICE int heads_of(const DecodeParams& p, PartialKind partials) {
+    return partials == ITEMS ? (p.num_kv_heads + Config::TEAMS - 1) / Config::TEAMS : p.num_kv_heads;
+}
 
 // One sequence's partials, for one KV head and row block.
 struct Sequence {
@@ -62,13 +64,11 @@ struct Work : Sequence {
         QueryBlock queries = query_block(p, b);
         sequence = queries.sequence;
         first_residual_tile = first_residual_tile_of(p, queries, kv_len);
-        (Sequence&)*this = Sequence::of(measure, kv_len);
+        (Sequence&)* this = Sequence::of(measure, kv_len);
     }
     METHOD bool has_items() const { return measure.partials_are == ITEMS; }
     METHOD int kv_head(int team) const { return has_items() ? heads * Config::TEAMS + team : heads; }
-    METHOD TeamGranularity takes() const {
-        return measure.partials_are == SEGMENTS ? A_TILE : has_items() ? AN_ITEM : partials_here == 1 ? A_SEGMENT : A_SPAN;
-    }
+    METHOD TeamGranularity takes() const { return measure.partials_are == SEGMENTS ? A_TILE : has_items() ? AN_ITEM : partials_here == 1 ? A_SEGMENT : A_SPAN; }
     // Sizes the unit: up to four partials, within the CTA's split, which ends at `end`. With fewer than all teams' some would wait longer
     // for a span than all do for their segments. Where lengths are alike three are better: all CTAs are late then, and one merge less counts
     // for more. Row blocks alternate with each partial.
@@ -181,9 +181,7 @@ struct Counts {
         m.is_even = runs_of(longest, shift) == runs_of(least, shift) && 4 * max(1, least) >= 3 * longest;
         return m;
     }
-    METHOD u32 of(const Measure& m) const {
-        return !m.is_even ? cost : m.partials_are == SEGMENTS ? segments : m.partials_are == SPANS ? spans : items;
-    }
+    METHOD u32 of(const Measure& m) const { return !m.is_even ? cost : m.partials_are == SEGMENTS ? segments : m.partials_are == SPANS ? spans : items; }
 };
 
 // This CTA's split, from `start` to `end`. All CTAs run at once, and CTA i, i + SMs, … share an SM.
@@ -221,7 +219,8 @@ DEVICE Cursor find_work(const DecodeParams& p, Cursor* found, u32* sums) {
         kv_len = kv_len_of(p, b);
         mine.add((kv_len + TILE - 1) / TILE);
     }
-    Counts all = {warp_sum(mine.items), warp_sum(mine.segments), warp_sum(mine.spans), warp_sum(mine.cost), warp_max(mine.longest), warp_min(mine.shortest)}, before = {};
+    Counts all = {warp_sum(mine.items), warp_sum(mine.segments), warp_sum(mine.spans), warp_sum(mine.cost), warp_max(mine.longest), warp_min(mine.shortest)},
+           before = {};
     if (!alone) all = all.of_all_warps(sums, warp, before);
     Cursor cursor;
     Work& work = cursor.work;

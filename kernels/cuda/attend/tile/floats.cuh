@@ -52,7 +52,8 @@ DEVICE void load_float_keys(const Codes& k, int t, int lane, u32 (&a)[PANELS][4]
         if constexpr (Keys::HAS_NIBBLES) load_keys4(k, t, lane, x);
         else load_keys8(k, t, lane, x);
 #pragma unroll
-        for (int panel = 0; panel < PANELS; panel++) operand(x[panel], Keys::HAS_NIBBLES, [](u32 x, u32& low, u32& high) { code_pairs<Keys::SCHEME>(x, low, high); }, a[panel]);
+        for (int panel = 0; panel < PANELS; panel++)
+            operand(x[panel], Keys::HAS_NIBBLES, [](u32 x, u32& low, u32& high) { code_pairs<Keys::SCHEME>(x, low, high); }, a[panel]);
     }
 }
 
@@ -152,7 +153,8 @@ template <bool IS_FULL> DEVICE void load_float_values(const Codes& v, int j, int
         u32 x[4][2];
         load_values(v, j, lane, x);
 #pragma unroll
-        for (int panel = 0; panel < 4; panel++) operand(x[panel], Values::HAS_NIBBLES, [](u32 x, u32& low, u32& high) { code_pairs<Values::SCHEME>(x, low, high); }, a[panel]);
+        for (int panel = 0; panel < 4; panel++)
+            operand(x[panel], Values::HAS_NIBBLES, [](u32 x, u32& low, u32& high) { code_pairs<Values::SCHEME>(x, low, high); }, a[panel]);
     }
     if (!Values::IS_INTEGER && !IS_FULL)
 #pragma unroll
@@ -174,7 +176,8 @@ DEVICE FloatSums dot_float_values(const u32 (&a)[4][4], const u32 (&w)[4][4]) {
 
 // A warp's dims of a group of V: folds them into O. IS_FULL: all rows see all of the tile's tokens.
 template <bool IS_FULL, class Team, class Fine>
-DEVICE void fold_float_group(const StagedTile& at, int n, int tokens, const FloatWeights (&w)[ROW_GROUPS], const Rescale& r, const Team& team, Fine is_fine, StateOf<Team>& state) {
+DEVICE void fold_float_group(const StagedTile& at, int n, int tokens, const FloatWeights (&w)[ROW_GROUPS], const Rescale& r, const Team& team, Fine is_fine,
+                             StateOf<Team>& state) {
     constexpr int BLOCKS_OF_GROUP = Team::DIMS / 16 / Team::GROUPS;
     bool has_residuals = Values::WINDOW && at.residuals;
 #pragma unroll
@@ -204,7 +207,8 @@ DEVICE void fold_float_group(const StagedTile& at, int n, int tokens, const Floa
 
 // Folds a tile's values into the state; see `fold_values`.
 template <class Params, class WeightsOf, class Team, class Fine>
-DEVICE void fold_float_values(const StagedTile& at, const Params& params, bool full, int tokens, WeightsOf weights, const Rescale& r, const Team& team, Fine is_fine, StateOf<Team>& state) {
+DEVICE void fold_float_values(const StagedTile& at, const Params& params, bool full, int tokens, WeightsOf weights, const Rescale& r, const Team& team,
+                              Fine is_fine, StateOf<Team>& state) {
     rescale(state, r);
     add_weights(state, weights, r, team.lane);
 #pragma unroll
@@ -230,7 +234,8 @@ DEVICE void tile_scores(const StagedTile& at, const Params& params, const Query&
     else float_scores(at, params, q, team, is_fine, s);
 }
 template <class Params, class WeightsOf, class Team, class Fine>
-DEVICE void tile_values(const StagedTile& at, const Params& params, bool full, int tokens, WeightsOf weights, const Rescale& r, const Team& team, Fine is_fine, StateOf<Team>& state) {
+DEVICE void tile_values(const StagedTile& at, const Params& params, bool full, int tokens, WeightsOf weights, const Rescale& r, const Team& team, Fine is_fine,
+                        StateOf<Team>& state) {
     if constexpr (INTEGER) fold_values(at, params, full, weights, r, team, is_fine, state);
     else fold_float_values(at, params, full, tokens, weights, r, team, is_fine, state);
 }

@@ -23,7 +23,8 @@ template <bool SHARES_TILES> DEVICE Sums dot_keys(const u32 (&x)[PANELS][2], con
         Sums& c = sums[SHARES_TILES ? (p - first) / 2 % 2 : 0];
         const u32(&y)[2] = x[(p + 1) % PANELS];
         u32 next = q[(p + 1) % PANELS][0];
-        if (p + 1 < last) c = Keys::HAS_NIBBLES ? mma_u8s8_k32(c, x[p][0], x[p][1], y[0], y[1], q[p][0], next) : mma_s8_k32(c, x[p][0], x[p][1], y[0], y[1], q[p][0], next);
+        if (p + 1 < last)
+            c = Keys::HAS_NIBBLES ? mma_u8s8_k32(c, x[p][0], x[p][1], y[0], y[1], q[p][0], next) : mma_s8_k32(c, x[p][0], x[p][1], y[0], y[1], q[p][0], next);
         else c = Keys::HAS_NIBBLES ? mma_u8s8_k16(c, x[p][0], x[p][1], q[p][0]) : mma_s8_k16(c, x[p][0], x[p][1], q[p][0]);
     }
     if (SHARES_TILES)
@@ -81,7 +82,7 @@ template <class Team> DEVICE void key_sums(const StagedTile& at, int t, const Qu
     if constexpr (Keys::HAS_NIBBLES) load_keys4(at.k, t, team.lane, x);
     else load_keys8(at.k, t, team.lane, x);
     sums.each([&](int group, int g, Sums& c) {
-        const int(&sum)[2] = q.sum[g][group];
+        const int (&sum)[2] = q.sum[g][group];
         Sums start = {K_START, K_START, K_START, K_START};
         if (Keys::HAS_SHIFTS) start = {K_START - 8 * sum[0], K_START - 8 * sum[1], K_START - 128 * sum[0], K_START - 128 * sum[1]};
         if (Keys::HAS_HALF_STEPS) start = {0, 0, K_START - 120 * sum[0], K_START - 120 * sum[1]};

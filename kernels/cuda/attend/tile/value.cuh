@@ -40,9 +40,15 @@ template <class T, class Combine> DEVICE void reduce_columns(T (&x)[2], int lane
     x[0] = second ? other : mine;
     x[1] = second ? mine : other;
 }
-DEVICE void column_max(float (&x)[2], int lane) { reduce_columns(x, lane, [](float a, float b) { return fmaxf(a, b); }); }
-DEVICE void column_sum(u32 (&x)[2], int lane) { reduce_columns(x, lane, [](u32 a, u32 b) { return a + b; }); }
-DEVICE void column_sum(float (&x)[2], int lane) { reduce_columns(x, lane, [](float a, float b) { return a + b; }); }
+DEVICE void column_max(float (&x)[2], int lane) {
+    reduce_columns(x, lane, [](float a, float b) { return fmaxf(a, b); });
+}
+DEVICE void column_sum(u32 (&x)[2], int lane) {
+    reduce_columns(x, lane, [](u32 a, u32 b) { return a + b; });
+}
+DEVICE void column_sum(float (&x)[2], int lane) {
+    reduce_columns(x, lane, [](float a, float b) { return a + b; });
+}
 
 // Folding a tile into a state multiplies the state by alpha and the tile's value by beta, both powers of two.
 struct Rescale {
@@ -221,7 +227,7 @@ DEVICE Sums dot_values(const u32 (&x)[4][2], const u32 (&w)[4], Sums c) {
 #pragma unroll
     for (int i = 0; i < 4; i += 2)
         c = Values::HAS_NIBBLES ? mma_u8_k32(c, x[i][0], x[i][1], x[i + 1][0], x[i + 1][1], w[i], w[i + 1])
-                   : mma_s8u8_k32(c, x[i][0], x[i][1], x[i + 1][0], x[i + 1][1], w[i], w[i + 1]);
+                                : mma_s8u8_k32(c, x[i][0], x[i][1], x[i + 1][0], x[i + 1][1], w[i], w[i + 1]);
     return c;
 }
 
@@ -232,7 +238,7 @@ template <class Team> DEVICE void value_sums(const StagedTile& at, int j, const 
     load_values(at.v, team.dim() / 16 + j, team.lane, x);
 #pragma unroll
     for (int g = 0; g < ROW_GROUPS; g++) {
-        const int(&sum)[2] = w[g].sum;
+        const int (&sum)[2] = w[g].sum;
         Sums start = {START, START, START, START}, &c = sums[g];
         if (Values::HAS_SHIFTS) start = {START - 8 * sum[0], START - 8 * sum[1], START - 128 * sum[0], START - 128 * sum[1]};
         if (Values::HAS_HALF_STEPS) start = {0, 0, START - 120 * sum[0], START - 120 * sum[1]};
@@ -243,7 +249,9 @@ template <class Team> DEVICE void value_sums(const StagedTile& at, int j, const 
     }
 }
 // The same with residuals, for rows that read V fine.
-template <class Team> DEVICE void add_value_residuals(const StagedTile& at, int j, const Weights (&w)[ROW_GROUPS], const bool (&is_fine)[ROW_GROUPS][2], const Team& team, Sums (&sums)[ROW_GROUPS]) {
+template <class Team>
+DEVICE void add_value_residuals(const StagedTile& at, int j, const Weights (&w)[ROW_GROUPS], const bool (&is_fine)[ROW_GROUPS][2], const Team& team,
+                                Sums (&sums)[ROW_GROUPS]) {
     u32 x[4][2];
     load_values4(at.v_residuals, team.dim() / 16 + j, team.lane, x);
 #pragma unroll
@@ -283,7 +291,8 @@ DEVICE void fold16(float (&o)[4], const Sums& c, const ValueUnits& units, const 
 
 // Folds a tile's values into the state. `full`: all rows see all of its tokens; `is_fine(g, e)` says which rows read V with its residuals.
 template <class Params, class WeightsOf, class Team, class Fine>
-DEVICE void fold_values(const StagedTile& at, const Params& params, bool full, WeightsOf weights, const Rescale& r, const Team& team, Fine is_fine, StateOf<Team>& state) {
+DEVICE void fold_values(const StagedTile& at, const Params& params, bool full, WeightsOf weights, const Rescale& r, const Team& team, Fine is_fine,
+                        StateOf<Team>& state) {
     rescale(state, r);
     add_weights(state, weights, r, team.lane);  // here, where its shuffles overlap with those of the maxima
     bool residuals = Values::WINDOW && at.residuals;
