@@ -103,7 +103,7 @@ mod tests {
     use super::*;
 
     fn read(value: Option<OsString>) -> Result<Settings, Unsupported> {
-        Settings::read("cpu", "ATTN_X", value, &["number", "pin"])
+        Settings::read("cpu", "SETTINGS", value, &["number", "pin"])
     }
 
     fn number(text: &str) -> Result<Option<u8>, Unsupported> {
@@ -125,7 +125,10 @@ mod tests {
         assert_eq!((number("number="), number("pin=0")), (Ok(None), Ok(None)));
         let keys = "number=…, pin=…, each once at most";
         for (given, said) in [
-            ("number=x ", "ATTN_X has \"number=x \"; allowed: 0 to 255; "),
+            (
+                "number=x ",
+                "SETTINGS has \"number=x \"; allowed: 0 to 255; ",
+            ),
             ("other=1", keys),
             ("number", keys),
             ("number=1,", keys),
@@ -143,7 +146,7 @@ mod tests {
             let refusal = read(Some(OsString::from_vec(vec![b'7', 0xff]))).unwrap_err();
             let said = refusal.to_string();
             assert!(
-                said.contains("ATTN_X has \"7\\xFF\"; allowed: UTF-8"),
+                said.contains("SETTINGS has \"7\\xFF\"; allowed: UTF-8"),
                 "{said}"
             );
         }
