@@ -43,6 +43,12 @@ pub(crate) fn check_grid(what: &'static str, n: usize, allowed: &'static str) ->
     Ok(())
 }
 
+/// Refuses more KV heads than an append launch has room for.
+pub(crate) fn check_heads(num_kv_heads: usize) -> Result<(), Error> {
+    let allowed = "1 to 65535 on CUDA, whose grids have no more rows";
+    check_grid("num_kv_heads", num_kv_heads, allowed)
+}
+
 /// A length to count down to or a limit to compare with: what needs more than 31 bits is the largest that kernels know.
 pub(crate) fn int_limit(n: usize) -> i32 {
     i32::try_from(n).unwrap_or(i32::MAX)
@@ -85,6 +91,12 @@ mod tests {
             let given = format!("sequences is {given}");
             assert!(said.to_string().contains(&given), "{said}");
         }
+    }
+
+    #[test]
+    fn more_heads_than_a_grid_has_rows_are_refused() {
+        check_heads(65_535).unwrap();
+        assert!(check_heads(65_536).is_err());
     }
 
     #[test]

@@ -7,10 +7,20 @@ use attn_kernels::cuda::{
 };
 
 use super::{
-    COPY_THREADS, Checked, DecodeArgs, DeviceAddress, Grid, KvRows, NativePlan, Op, PagedSequences,
-    Prepared, RotaryArgs, Stream, launch_decode, op::enqueue_as, rotary::PositionsFrom,
+    check::Checked,
+    decode::{NativePlan, launch_decode},
+    decode_args::DecodeArgs,
+    grid::{COPY_THREADS, Grid},
+    kv::PagedSequences,
+    kv_rows::KvRows,
+    op::{Op, Prepared, enqueue_as},
+    rotary::{PositionsFrom, RotaryArgs},
 };
-use crate::{CudaBackend, sizes};
+use crate::{
+    gpu::CudaBackend,
+    handles::{DeviceAddress, Stream},
+    sizes::{self, check_heads},
+};
 
 /// What the kernels of appends are compiled for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -169,12 +179,6 @@ unsafe impl Op for AppendArgs {
             },
         }))
     }
-}
-
-/// Refuses more KV heads than an append launch has room for.
-pub(crate) fn check_heads(num_kv_heads: usize) -> Result<(), Error> {
-    let allowed = "1 to 65535 on CUDA, whose grids have no more rows";
-    sizes::check_grid("num_kv_heads", num_kv_heads, allowed)
 }
 
 /// Heads of a CTA that takes one token of each: two warps of its eight have a head's K and V.
@@ -405,11 +409,5 @@ mod tests {
         assert_eq!((limits.max_kv_len, limits.min_kv_len), (3 * 64, 7));
         assert_eq!((limits.num_pages, limits.page_size), (1, 64));
         assert_eq!((limits.positions, limits.num_positions), (0, 0));
-    }
-
-    #[test]
-    fn more_heads_than_a_grid_has_rows_are_refused() {
-        check_heads(65_535).unwrap();
-        assert!(check_heads(65_536).is_err());
     }
 }

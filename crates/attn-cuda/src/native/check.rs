@@ -9,7 +9,7 @@ use attn_kernels::cuda::{
 };
 use cudarc::driver::{DevicePtr, DriverError, result, sys};
 
-use super::COPY_THREADS;
+use super::grid::COPY_THREADS;
 use crate::{
     device::{Device, LoadedKernel, WaitOnDrop},
     error::{CudaError, failed},

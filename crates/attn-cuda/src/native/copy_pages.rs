@@ -3,8 +3,8 @@
 use attn_core::Error;
 use attn_kernels::cuda::{Instance, params::CopyPagesParams};
 
-use super::{DeviceAddress, Grid, Op, Pages};
-use crate::sizes;
+use super::{grid::Grid, op::Op, pages::Pages};
+use crate::{handles::DeviceAddress, sizes};
 
 /// Copies of pages, bytes as they are: inside a pool, between pools, or between a pool and pinned host memory (swap).
 ///

@@ -7,7 +7,8 @@ use attn_kernels::cuda::{
     select,
 };
 
-use super::{COPY_THREADS, DeviceAddress, Grid};
+use super::grid::{COPY_THREADS, Grid};
+use crate::handles::DeviceAddress;
 
 /// The most bytes of pages that a step makes: 262144 tokens of 8 KV heads of 128 dims.
 const MOST_BYTES: usize = 1 << 30;

@@ -3,8 +3,17 @@
 use attn_core::{Error, PageLayout, arithmetic::TILE, error::refuse};
 use attn_kernels::cuda::{Instance, params::ExportParams};
 
-use super::{COPY_THREADS, DeviceAddress, Grid, KvRows, Op, PagedSequences, check_heads};
-use crate::sizes;
+use super::{
+    dtype,
+    grid::{COPY_THREADS, Grid},
+    kv::PagedSequences,
+    kv_rows::KvRows,
+    op::Op,
+};
+use crate::{
+    handles::DeviceAddress,
+    sizes::{self, check_heads},
+};
 
 /// Cached tokens to rows of floats, as they were before they were rotated: a range of tokens of each of `batch` sequences, as rows one behind the other. The
 /// values are those of [`convert::dequantize`](attn_core::convert::dequantize), rounded once to the rows' number format.
@@ -85,7 +94,7 @@ unsafe impl Op for ExportArgs {
             k_token_stride,
             v_token_stride,
             page_stride,
-            dtype: super::dtype::code(rows.dtype),
+            dtype: dtype::code(rows.dtype),
             ..ExportParams::default()
         })
     }

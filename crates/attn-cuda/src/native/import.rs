@@ -3,8 +3,15 @@
 use attn_core::{Error, PageLayout, error::refuse};
 use attn_kernels::cuda::{Instance, params::ImportParams};
 
-use super::{COPY_THREADS, DeviceAddress, DeviceRows, Grid, Op, check_heads};
-use crate::sizes;
+use super::{
+    grid::{COPY_THREADS, Grid},
+    kv::DeviceRows,
+    op::Op,
+};
+use crate::{
+    handles::DeviceAddress,
+    sizes::{self, check_heads},
+};
 
 /// Rows of a contiguous cache into pages of the same format, bit for bit; rows may lie at any address.
 ///

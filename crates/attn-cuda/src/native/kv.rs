@@ -3,8 +3,8 @@
 use attn_core::{Error, PageLayout, error::refuse};
 use attn_kernels::cuda::{KvLayout, params::DecodeParams};
 
-use super::{DeviceAddress, Pages};
-use crate::sizes;
+use super::pages::Pages;
+use crate::{handles::DeviceAddress, sizes};
 
 /// Sequences in the library's pages: what appends write, decodes attend and exports read.
 ///

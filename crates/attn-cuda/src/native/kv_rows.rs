@@ -2,8 +2,8 @@
 
 use attn_kernels::cuda::params::AppendParams;
 
-use super::{DeviceAddress, Dtype};
-use crate::sizes;
+use super::dtype::{self, Dtype};
+use crate::{handles::DeviceAddress, sizes};
 
 /// Rows of K and V in device memory, `[tokens][num_kv_heads][head_dim]`, sequence after sequence: what appends read and exports write. A token's heads
 /// lie side by side. Rows are aligned to 16 bytes, and the caller keeps them alive until the work has run.
@@ -35,7 +35,7 @@ impl KvRows {
             v: self.v.get(),
             k_token_stride,
             v_token_stride,
-            dtype: super::dtype::code(self.dtype),
+            dtype: dtype::code(self.dtype),
             ..others
         }
     }

@@ -16,8 +16,9 @@ use attn_kernels::cuda::{
 
 use self::limits::{MOST_WORK, check_counts, check_work, work};
 use super::{
-    DecodeArgs, SpansArgs,
+    decode_args::{DecodeArgs, SpansArgs},
     dequantize::Dequantized,
+    dtype,
     query_blocks::{Blocks, Launched, PlanKind, listed},
 };
 use crate::{device::Device, error::BACKEND, sizes};
@@ -365,7 +366,7 @@ impl LaunchPlan {
             q: args.q.get(),
             out: args.out.get(),
             lse: args.lse.get(),
-            dtype: super::dtype::code(args.dtype),
+            dtype: dtype::code(args.dtype),
             alibi_slopes: args.alibi_slopes.get(),
             sinks: args.sinks.get(),
             counters: args.workspace.get(),

@@ -1,32 +1,32 @@
 //! The list of a step's query blocks, made on the device from what each sequence brings.
 
-use attn_core::{Error, Problem, error::refuse};
+use attn_core::{Error, Problem};
 use attn_kernels::cuda::{
     Instance,
     params::{CheckParams, DecodeParams, QueryBlocksParams},
 };
 
-use super::{Checked, DeviceAddress, Grid, LaunchPlan, NativePlan, Op, Prepared};
-use crate::sizes;
+use super::{check::Checked, grid::Grid, launch_plan::LaunchPlan, op::Op};
+use crate::{handles::DeviceAddress, sizes};
 
 /// Threads of `query_blocks.cu`, and the most CTAs: each counts all sequences.
 const THREADS: usize = 256;
 const MOST_LISTERS: usize = 32;
 
-/// The list of a step's query blocks, for a plan of [`CudaBackend::prepare_ragged`](super::CudaBackend::prepare_ragged), whose
-/// [`NativePlan::list_blocks`] has the kernel. Once for a step: the launches of all its layers read the list. Sequences may bring other numbers of query
+/// The list of a step's query blocks, for a plan of [`CudaBackend::prepare_ragged`](crate::CudaBackend::prepare_ragged), whose
+/// [`NativePlan::list_blocks`](crate::native::NativePlan::list_blocks) has the kernel. Once for a step: the launches of all its layers read the list. Sequences may bring other numbers of query
 /// tokens each time that a captured graph runs.
 ///
 /// # Safety
 /// - No launch that reads the list runs meanwhile.
-/// - On the device, the numbers of `cu_seqlens_q` never fall, and end at [`NativePlan::max_query_tokens`] at most. (Others give a list of other blocks, and
+/// - On the device, the numbers of `cu_seqlens_q` never fall, and end at [`NativePlan::max_query_tokens`](crate::native::NativePlan::max_query_tokens) at most. (Others give a list of other blocks, and
 ///   no write elsewhere.)
 #[derive(Debug, Clone, Copy)]
 pub struct ListBlocksArgs {
     /// i32 or u32 `[batch + 1]`: the first query token of each sequence, counted through all of them, then the end of the last one's. A sequence without
     /// query tokens costs nothing.
     pub cu_seqlens_q: DeviceAddress,
-    /// Where the list goes: [`NativePlan::query_blocks_bytes`] bytes.
+    /// Where the list goes: [`NativePlan::query_blocks_bytes`](crate::native::NativePlan::query_blocks_bytes) bytes.
     pub to: DeviceAddress,
 }
 
@@ -83,21 +83,6 @@ impl LaunchPlan {
             query_tokens: sizes::int("query tokens", problem.query_tokens())?,
             ..QueryBlocksParams::default()
         })
-    }
-}
-
-impl NativePlan {
-    /// The kernel of [`ListBlocksArgs`].
-    ///
-    /// # Errors
-    /// [`Error::Parameter`] for a plan that knows the query tokens of each sequence.
-    pub fn list_blocks(&self) -> Result<&Prepared<ListBlocksArgs>, Error> {
-        let Some(list_blocks) = &self.list_blocks else {
-            let given = "a plan that knows the query tokens of each sequence";
-            let allowed = "one of prepare_ragged; or pass NativePlan::query_blocks to its launches";
-            return refuse("plan", given, allowed);
-        };
-        Ok(list_blocks)
     }
 }
 

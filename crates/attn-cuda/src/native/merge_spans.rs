@@ -1,26 +1,14 @@
-//! Unfinished states of shards of sequences: launches that leave them, and the launch that merges and finishes them. Tokens sharded over GPUs have the
-//! bits of one GPU so.
+//! The launch that merges and finishes the states of shards' spans. Tokens sharded over GPUs have the bits of one GPU so.
 
-use attn_core::{Error, KvFormat, Problem, error::refuse, layout::HEAD_DIMS, segments::num_spans};
+use attn_core::{Error, KvFormat, error::refuse, layout::HEAD_DIMS};
 use attn_kernels::cuda::{Instance, params::MergeSpansParams};
 
 use super::{
-    DecodeArgs, DeviceAddress, Dtype, Grid, KvLayout, NativePlan, Op, PlanKind, Stream,
-    launch_decode_as,
+    dtype::{self, Dtype},
+    grid::Grid,
+    op::Op,
 };
-use crate::{gpu::CudaBackend, sizes};
-
-/// Where the states of a shard's spans go, as [`SpanStates`](attn_core::SpanStates) holds them: `spans` is [`NativePlan::spans`], rows are query tokens
-/// times query heads.
-#[derive(Debug, Clone, Copy)]
-pub struct SpansArgs {
-    /// i32 `[batch]`: tokens of each sequence that follow those of `kv_lens` in other shards; query tokens are the last of all. Null for none.
-    pub tokens_after: DeviceAddress,
-    /// f32 `[spans][rows][2]`: maximum, −∞ where a row sees no token of a span, and sum.
-    pub max_sums: DeviceAddress,
-    /// f32 `[spans][rows][head_dim]`; not written where a row sees no token.
-    pub o: DeviceAddress,
-}
+use crate::{handles::DeviceAddress, sizes};
 
 /// The merge of the states of all shards' spans, in the order of their tokens, such as an all-gather gives, of each row's sink, and its end: the bits of
 /// [`SpanStates::finish`](attn_core::SpanStates::finish), which for integer formats are those of one device over all tokens.
@@ -28,10 +16,10 @@ pub struct SpansArgs {
 /// Prepared for a format and a head_dim that the library has. Refused are heads or rows that do not fit each other.
 ///
 /// # Safety
-/// `out` and `lse` overlap no state; the states are those of launches of [`CudaBackend::attend_spans_on`], or of the CPU.
+/// `out` and `lse` overlap no state; the states are those of launches of [`CudaBackend::attend_spans_on`](crate::CudaBackend::attend_spans_on), or of the CPU.
 #[derive(Debug, Clone, Copy)]
 pub struct MergeSpansArgs {
-    /// f32 `[states][rows_apart][2]`, as [`SpansArgs::max_sums`] of shard after shard.
+    /// f32 `[states][rows_apart][2]`, as [`SpansArgs::max_sums`](crate::native::SpansArgs::max_sums) of shard after shard.
     pub max_sums: DeviceAddress,
     /// f32 `[states][rows_apart][head_dim]`.
     pub o: DeviceAddress,
@@ -98,61 +86,13 @@ unsafe impl Op for MergeSpansArgs {
             rows: sizes::int("rows to merge", self.rows)?,
             num_q_heads: sizes::int("num_q_heads", heads)?,
             heads_per_kv: sizes::int("heads_per_kv", heads / kv_heads)?,
-            dtype: super::dtype::code(self.dtype),
+            dtype: dtype::code(self.dtype),
             ..MergeSpansParams::default()
         })
     }
 
     fn grid(&self, _: &Self::Shape) -> Grid {
         Grid::new([self.rows.div_ceil(ROWS), 1, 1], 32 * ROWS)
-    }
-}
-
-impl NativePlan {
-    /// Spans of the longest sequence that a launch takes, at least one: states of each row that [`CudaBackend::attend_spans_on`] leaves.
-    #[must_use]
-    pub fn spans(&self) -> usize {
-        num_spans(self.max_kv_len()).max(1)
-    }
-}
-
-impl CudaBackend {
-    /// Prepares launches over shards of sequences, whole spans of 1024 tokens each but for the last shard, for
-    /// [`CudaBackend::attend_spans_on`]. The problem's `kv_lens` are those of this shard; where tokens follow is read on the device, and its
-    /// `tokens_after` and `sinks` do not matter.
-    ///
-    /// # Errors
-    /// Those of [`CudaBackend::prepare`].
-    pub fn prepare_spans(
-        &self,
-        problem: &Problem,
-        format: KvFormat,
-        layout: KvLayout,
-    ) -> Result<NativePlan, Error> {
-        self.plan(PlanKind::Spans, problem, format, layout)
-    }
-
-    /// Enqueues the attention of a shard, and leaves the states of its spans, which [`MergeSpansArgs`] merges with those of other shards:
-    /// the states of [`DecodeAttention::attend_spans`](attn_core::DecodeAttention::attend_spans) on the CPU, bit for bit for integer formats. Can be captured.
-    ///
-    /// `out`, `lse`, `sinks` and `workspace` of `args` are not used.
-    ///
-    /// # Safety
-    /// Those of [`CudaBackend::decode_on`]; `to` is device memory of the documented sizes, which nothing else uses meanwhile. On the device, no
-    /// `tokens_after` is negative, a sequence has at most 2^20 tokens with them, and where it is positive, `kv_lens` is a multiple of 1024: other shards have no
-    /// wild access, and other bits than one device.
-    ///
-    /// # Errors
-    /// [`Error::Parameter`] for a plan that [`CudaBackend::prepare_spans`] has not made; those of [`CudaBackend::decode_on`].
-    pub unsafe fn attend_spans_on(
-        &self,
-        plan: &NativePlan,
-        stream: Stream,
-        args: &DecodeArgs,
-        to: &SpansArgs,
-    ) -> Result<(), Error> {
-        // SAFETY: this function's contract.
-        unsafe { launch_decode_as(&self.device, plan, stream.raw(), args, 0, Some(to)) }
     }
 }
 

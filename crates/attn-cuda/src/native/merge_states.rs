@@ -3,8 +3,12 @@
 use attn_core::{Error, error::refuse};
 use attn_kernels::cuda::{Instance, params::MergeStatesParams};
 
-use super::{DeviceAddress, Dtype, Grid, Op};
-use crate::sizes;
+use super::{
+    dtype::{self, Dtype},
+    grid::Grid,
+    op::Op,
+};
+use crate::{handles::DeviceAddress, sizes};
 
 /// The merge of `states` results of the same `rows` rows over disjoint tokens, in their order, such as an all-gather of shards gives: the bits of
 /// [`AttnState::merge_state`](attn_core::AttnState::merge_state) one after the other, rounded to `out_dtype` at the end. The same results in the same order
@@ -76,8 +80,8 @@ unsafe impl Op for MergeStatesArgs {
             states: sizes::int("states to merge", self.states)?,
             rows: sizes::int("rows to merge", self.rows)?,
             head_dim: sizes::int("head_dim", self.head_dim)?,
-            in_dtype: super::dtype::code(self.in_dtype),
-            out_dtype: super::dtype::code(self.out_dtype),
+            in_dtype: dtype::code(self.in_dtype),
+            out_dtype: dtype::code(self.out_dtype),
             ..MergeStatesParams::default()
         })
     }

@@ -7,37 +7,15 @@ use attn_kernels::cuda::Instance;
 use cudarc::driver::{DriverError, sys};
 
 use super::{
-    Checked, Stream,
-    check::{check, check_kernel},
+    check::{Checked, check, check_kernel},
+    grid::Grid,
 };
+use crate::handles::Stream;
 use crate::{
     device::{Device, LoadedKernel},
     error::failed,
     gpu::CudaBackend,
 };
-
-/// The grid of a launch.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Grid {
-    /// CTAs along each axis.
-    pub ctas: [usize; 3],
-    /// Threads of a CTA.
-    pub threads: usize,
-}
-
-impl Grid {
-    /// A grid of so many CTAs along each axis, of so many threads each.
-    #[must_use]
-    pub const fn new(ctas: [usize; 3], threads: usize) -> Self {
-        Grid { ctas, threads }
-    }
-
-    /// Whether it has no CTA.
-    #[must_use]
-    pub fn is_empty(&self) -> bool {
-        self.ctas.contains(&0)
-    }
-}
 
 /// A small launch: the addresses and numbers of one kernel's work. [`CudaBackend::prepare_op`] loads its kernels, [`CudaBackend::enqueue`] enqueues it.
 ///

@@ -2,7 +2,7 @@
 
 use attn_core::{Error, PageLayout};
 
-use super::DeviceAddress;
+use crate::handles::DeviceAddress;
 
 /// A pool of pages. Between pages there may be more bytes, such as padding, or the pages of other layers.
 ///

@@ -3,8 +3,13 @@
 use attn_core::{Error, KvFormat, Problem, error::refuse};
 use attn_kernels::cuda::{Instance, KvLayout, params::ReadParams};
 
-use super::{COPY_THREADS, DeviceAddress, Grid, LaunchPlan, Op, PlanKind, Prepared};
-use crate::gpu::CudaBackend;
+use super::{
+    grid::{COPY_THREADS, Grid},
+    launch_plan::LaunchPlan,
+    op::{Op, Prepared},
+    query_blocks::PlanKind,
+};
+use crate::{gpu::CudaBackend, handles::DeviceAddress};
 
 /// A read of `bytes` bytes, a multiple of 16, and nothing else: the ceiling of decode's speed.
 ///

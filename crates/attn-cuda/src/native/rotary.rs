@@ -3,8 +3,8 @@
 use attn_core::{Error, RotaryStyle, error::refuse};
 use attn_kernels::cuda::params::AppendParams;
 
-use super::{DeviceAddress, Dtype};
-use crate::sizes;
+use super::dtype::{self, Dtype};
+use crate::{handles::DeviceAddress, sizes};
 
 /// Rotary positions of an append: K is rotated as [`RotaryTable::rotate`](attn_core::RotaryTable::rotate) does it, in f32, before it is
 /// quantized; V is not. The bytes are those of an append of the f32 rows so rotated: K of 16 bits is not rounded to them between.
@@ -91,7 +91,7 @@ impl RotaryArgs {
             },
             num_positions: self.rows(),
             rotary_dim: sizes::int("rotary_dim", dim)?,
-            cos_sin_dtype: super::dtype::code(self.cos_sin_dtype),
+            cos_sin_dtype: dtype::code(self.cos_sin_dtype),
             is_interleaved: i32::from(self.style == RotaryStyle::Interleaved),
             ..queries
         })

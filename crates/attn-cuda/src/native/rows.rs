@@ -2,30 +2,39 @@
 
 use std::ffi::c_void;
 
-use attn_core::{Scheme, arithmetic::TILE};
+use attn_core::{KvFormat, Problem, Scheme, arithmetic::TILE};
 use attn_kernels::cuda::{Arch, KvLayout, params::RowMaps};
 use cudarc::driver::sys;
 
-use super::{DeviceKv, NativePlan};
+use super::kv::DeviceKv;
 use crate::device::Device;
 
+/// What a launch reads rows for.
+pub(super) struct RowsOf<'a> {
+    pub problem: &'a Problem,
+    pub format: KvFormat,
+    pub layout: KvLayout,
+    /// The most tokens of a sequence.
+    pub max_kv_len: usize,
+}
+
 /// The maps of a launch on rows; unset ones where the engine cannot take them, and the kernel copies chunks of 16 bytes.
-pub(super) fn maps(device: &Device, plan: &NativePlan, kv: &DeviceKv) -> RowMaps {
+pub(super) fn maps(device: &Device, of: &RowsOf<'_>, kv: &DeviceKv) -> RowMaps {
     let (rows, outer) = match kv {
         DeviceKv::Paged(_) => return RowMaps::default(),
-        DeviceKv::Rows(rows) => (rows, [plan.launch_plan.max_kv_len, plan.problem.batch()]),
+        DeviceKv::Rows(rows) => (rows, [of.max_kv_len, of.problem.batch()]),
         DeviceKv::PagedRows {
             rows, num_pages, ..
-        } => (rows, [plan.layout.row_page_size(), *num_pages]),
+        } => (rows, [of.layout.row_page_size(), *num_pages]),
     };
     if device.arch != Arch::Sm90a {
         return RowMaps::default();
     }
     let [k, v] = [
-        (plan.format.k, rows.k[0], rows.code_strides[0]),
-        (plan.format.v, rows.v[0], rows.code_strides[1]),
+        (of.format.k, rows.k[0], rows.code_strides[0]),
+        (of.format.v, rows.v[0], rows.code_strides[1]),
     ]
-    .map(|(scheme, base, strides)| map(plan, scheme, base.get(), (outer, strides)));
+    .map(|(scheme, base, strides)| map(of, scheme, base.get(), (outer, strides)));
     match (k, v) {
         (Some(k), Some(v)) => RowMaps { k, v, are_set: 1 },
         _ => RowMaps::default(),
@@ -36,13 +45,13 @@ pub(super) fn maps(device: &Device, plan: &NativePlan, kv: &DeviceKv) -> RowMaps
 /// `swizzle_of` of `config.cuh` says. `tokens` and `outer` are the numbers of tokens, and of sequences or pages. None for rows that no swizzle
 /// fits, and where the driver refuses the strides.
 fn map(
-    plan: &NativePlan,
+    of: &RowsOf<'_>,
     scheme: Scheme,
     base: u64,
     ([tokens, outer], strides): ([usize; 2], [usize; 3]),
 ) -> Option<[u64; 16]> {
     use sys::CUtensorMapSwizzle_enum as Swizzle;
-    let problem = &plan.problem;
+    let problem = of.problem;
     let row = problem.head_dim * scheme.code_bits() / 8;
     let (width, swizzle) = [
         (128, Swizzle::CU_TENSOR_MAP_SWIZZLE_128B),
@@ -52,14 +61,14 @@ fn map(
     .into_iter()
     .find(|(width, _)| row.is_multiple_of(*width))?;
     let lengths = [row, tokens, problem.num_kv_heads, outer].map(|n| n as u64);
-    let of_box = match plan.layout {
+    let of_box = match of.layout {
         KvLayout::PagedRows(tokens) => tokens.min(TILE),
         _ => TILE,
     };
     // What lies along a length of one has any stride, and the driver would like a valid one.
-    let stride = |of: usize| {
-        if lengths[of] > 1 {
-            strides[3 - of] as u64
+    let stride = |axis: usize| {
+        if lengths[axis] > 1 {
+            strides[3 - axis] as u64
         } else {
             row as u64
         }

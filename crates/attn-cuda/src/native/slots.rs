@@ -7,8 +7,14 @@ use attn_kernels::cuda::{
 };
 
 use super::{
-    AppendShape, Checked, Grid, KvRows, Op, Pages, RotaryArgs, append::append_grid,
-    kv::check_residual_pages, rotary::PositionsFrom,
+    append::{AppendShape, append_grid},
+    check::Checked,
+    grid::Grid,
+    kv::check_residual_pages,
+    kv_rows::KvRows,
+    op::Op,
+    pages::Pages,
+    rotary::{PositionsFrom, RotaryArgs},
 };
 use crate::{handles::DeviceAddress, sizes};
 

@@ -1,0 +1,368 @@
+//! Attention as a launch: what is prepared for a problem, and how it is enqueued.
+
+use std::{ffi::c_void, sync::Arc};
+
+use attn_core::{Error, KvFormat, Problem, error::refuse, segments::num_spans};
+use attn_kernels::cuda::{
+    KvLayout,
+    params::{CheckParams, DecodeParams, QueryBlock},
+};
+use cudarc::driver::sys;
+
+use super::{
+    check::{Checked, check, check_kernel},
+    decode_args::{DecodeArgs, SpansArgs},
+    launch_plan::LaunchPlan,
+    list_blocks::ListBlocksArgs,
+    op::{self, Prepared, prepare_op},
+    query_blocks::PlanKind,
+    rows::{self, RowsOf},
+};
+use crate::{
+    device::{Device, LoadedKernel},
+    error::failed,
+    gpu::CudaBackend,
+    handles::Stream,
+    sizes,
+};
+
+/// A prepared decode launch: for one problem's heads and modifiers, and lengths up to the problem's longest.
+#[derive(Debug, Clone)]
+pub struct NativePlan {
+    pub(crate) problem: Problem,
+    format: KvFormat,
+    layout: KvLayout,
+    kernel: Arc<LoadedKernel>,
+    /// `dequantize.cu`, `dequantize_rows.cu` or `gather_pages.cu`, where it makes the pages that are attended.
+    dequantize: Option<Arc<LoadedKernel>>,
+    /// Where the device lists the blocks.
+    list_blocks: Option<Prepared<ListBlocksArgs>>,
+    check: Option<Arc<LoadedKernel>>,
+    launch_plan: LaunchPlan,
+}
+
+impl NativePlan {
+    /// Bytes of device memory that every launch needs, aligned to 256.
+    #[must_use]
+    pub fn workspace_bytes(&self) -> usize {
+        self.launch_plan.workspace_bytes()
+    }
+
+    /// Bytes at the workspace's start to zero once; launches leave them zero.
+    #[must_use]
+    pub fn zeroed_bytes(&self) -> usize {
+        self.launch_plan.zeroed_bytes()
+    }
+
+    /// What launches read at [`DecodeArgs::query_blocks`]: which query tokens are attended together. None where every sequence has the same
+    /// number of query tokens, up to 16, and for a plan of [`CudaBackend::prepare_ragged`], whose list the device makes.
+    #[must_use]
+    pub fn query_blocks(&self) -> &[QueryBlock] {
+        self.launch_plan.query_blocks()
+    }
+
+    /// Bytes of the list of query blocks, whoever makes it.
+    #[must_use]
+    pub fn query_blocks_bytes(&self) -> usize {
+        self.launch_plan.num_blocks * size_of::<QueryBlock>()
+    }
+
+    /// Query tokens of all sequences, at most.
+    #[must_use]
+    pub fn max_query_tokens(&self) -> usize {
+        self.problem.query_tokens()
+    }
+
+    /// The longest `kv_len` that a launch takes.
+    #[must_use]
+    pub fn max_kv_len(&self) -> usize {
+        self.launch_plan.max_kv_len
+    }
+
+    /// CTAs of the launch.
+    #[must_use]
+    pub fn grid(&self) -> usize {
+        self.launch_plan.launch.grid.iter().product()
+    }
+
+    /// Format of the cache.
+    #[must_use]
+    pub fn format(&self) -> KvFormat {
+        self.format
+    }
+
+    /// Spans of the longest sequence that a launch takes, at least one: states of each row that [`CudaBackend::attend_spans_on`] leaves.
+    #[must_use]
+    pub fn spans(&self) -> usize {
+        num_spans(self.max_kv_len()).max(1)
+    }
+
+    /// The kernel of [`ListBlocksArgs`].
+    ///
+    /// # Errors
+    /// [`Error::Parameter`] for a plan that knows the query tokens of each sequence.
+    pub fn list_blocks(&self) -> Result<&Prepared<ListBlocksArgs>, Error> {
+        let Some(list_blocks) = &self.list_blocks else {
+            let given = "a plan that knows the query tokens of each sequence";
+            let allowed = "one of prepare_ragged; or pass NativePlan::query_blocks to its launches";
+            return refuse("plan", given, allowed);
+        };
+        Ok(list_blocks)
+    }
+}
+
+pub(crate) fn prepare(
+    kind: PlanKind,
+    device: &Device,
+    problem: &Problem,
+    format: KvFormat,
+    layout: KvLayout,
+) -> Result<NativePlan, Error> {
+    let launch_plan = LaunchPlan::new(
+        kind,
+        device.limits(),
+        &device.preferences,
+        problem,
+        format,
+        layout,
+    )?;
+    let kernel = device.kernel(&launch_plan.instance, launch_plan.shared_bytes)?;
+    let dequantize = launch_plan
+        .dequantized
+        .map(|pages| device.kernel(&pages.instance, 0))
+        .transpose()?;
+    let list_blocks = match kind {
+        PlanKind::Known | PlanKind::Spans => None,
+        PlanKind::Ragged => Some(prepare_op(device, launch_plan.list_numbers(problem)?)?),
+    };
+    let check = check_kernel(device)?;
+    let mut problem = problem.clone();
+    if kind == PlanKind::Spans {
+        // Sinks belong to the end of the merge, and the device says what follows.
+        (problem.scores.sinks, problem.tokens_after) = (None, Vec::new());
+    }
+    Ok(NativePlan {
+        dequantize,
+        list_blocks,
+        problem,
+        format,
+        layout,
+        kernel,
+        check,
+        launch_plan,
+    })
+}
+
+/// Enqueues one decode. `appended`: new tokens of each sequence that an append enqueued just before writes; 0 behind anything else.
+///
+/// # Safety
+/// Those of [`CudaBackend::decode_on`], with 0 tokens, or of [`CudaBackend::append_decode_on`]; the device's context is current.
+pub(crate) unsafe fn launch_decode(
+    device: &Device,
+    plan: &NativePlan,
+    stream: sys::CUstream,
+    args: &DecodeArgs,
+    appended: usize,
+) -> Result<(), Error> {
+    // SAFETY: this function's contract.
+    unsafe { launch_decode_as(device, plan, stream, args, appended, None) }
+}
+
+/// Launches a decode; with `spans`, a plan's launch leaves the states of its spans there.
+///
+/// # Safety
+/// Those of [`launch_decode`], and with `spans` those of [`CudaBackend::attend_spans_on`].
+pub(crate) unsafe fn launch_decode_as(
+    device: &Device,
+    plan: &NativePlan,
+    stream: sys::CUstream,
+    args: &DecodeArgs,
+    appended: usize,
+    spans: Option<&SpansArgs>,
+) -> Result<(), Error> {
+    if plan.launch_plan.leaves_spans() != spans.is_some() {
+        let given = match spans {
+            Some(_) => "a plan whose launches finish their rows",
+            None => "a plan of prepare_spans, whose launches leave the states of spans",
+        };
+        let allowed = "a plan of prepare_spans for attend_spans_on, any other for decode_on";
+        return refuse("plan", format_args!("{given}"), allowed);
+    }
+    if plan.problem.rows() == 0 {
+        return Ok(());
+    }
+    let mut params = plan.launch_plan.params(&plan.problem, args)?;
+    if let Some(spans) = spans {
+        let launch_plan = &plan.launch_plan;
+        params = launch_plan.spans_params(&plan.problem, spans, params)?;
+    }
+    if !plan.layout.is_rows() {
+        // Blocks end before the sequence does: their launch waits for all of the append.
+        let early = plan.launch_plan.num_blocks == 0;
+        params.appended = sizes::int("tokens appended", if early { appended } else { 0 })?;
+    }
+    if let Some(kernel) = &plan.check {
+        let limits = CheckParams {
+            max_kv_len: sizes::int_limit(plan.launch_plan.max_kv_len),
+            num_pages: sizes::axis(args.kv.num_pages()),
+            page_size: sizes::int("page_size", plan.layout.table_page_size())?,
+            head_dim: sizes::int("head_dim", plan.problem.head_dim)?,
+            query_tokens: sizes::int("query tokens", plan.problem.query_tokens())?,
+            ..CheckParams::default()
+        };
+        let checked = Checked {
+            doing: "checking a decode",
+            arrays: DecodeParams {
+                batch: sizes::int("sequences", plan.problem.batch())?,
+                ..params
+            },
+            limits,
+        };
+        // SAFETY: this function's contract.
+        unsafe { check(device, kernel, stream, checked) }?;
+    }
+    let (made, params) = plan.launch_plan.dequantize_params(args, params);
+    if let (Some(made), Some(kernel), Some(pages)) =
+        (made, &plan.dequantize, &plan.launch_plan.dequantized)
+    {
+        // SAFETY: `attn_dequantize`, `attn_dequantize_rows` and `attn_gather_pages` take one DequantizeParams, asserted on both sides; it reads what the launches below would, and writes the part of the
+        // workspace that they read in its place; the rest is this function's contract.
+        unsafe { op::launch(kernel, stream, pages.grid(), made) }
+            .map_err(failed("dequantizing"))?;
+    }
+    let rows_of = RowsOf {
+        problem: &plan.problem,
+        format: plan.format,
+        layout: plan.layout,
+        max_kv_len: plan.launch_plan.max_kv_len,
+    };
+    let mut maps = rows::maps(device, &rows_of, &args.kv);
+    for mut params in plan.launch_plan.launches(params) {
+        // What `attn_decode` takes on views, and in pages.
+        let mut both = [(&raw mut params).cast(), (&raw mut maps).cast::<c_void>()];
+        let arguments = if plan.layout.is_rows() && plan.dequantize.is_none() {
+            &mut both[..]
+        } else {
+            &mut both[..1]
+        };
+        // SAFETY:
+        // - Arguments: `attn_decode` takes one DecodeParams; its size and offsets are asserted in params.rs and params.h. Compiled
+        //   for views it takes RowMaps, too, whose size is asserted in params.rs and params.h.
+        // - Bounds, aliasing, lifetime: this function's contract.
+        unsafe {
+            plan.kernel
+                .launch_teams(stream, &plan.launch_plan.launch, arguments)
+        }
+        .map_err(failed("decoding"))?;
+    }
+    Ok(())
+}
+
+impl CudaBackend {
+    /// Prepares decode launches for the problem's batch, heads and modifiers, and for lengths up to its longest.
+    ///
+    /// `layout` says how K and V will lie. Loads (at first compiles) the kernel; not for use inside a capture.
+    ///
+    /// # Errors
+    /// Those of [`Problem::check`]; [`attn_core::Unsupported`] without a kernel; [`Error::Device`].
+    pub fn prepare(
+        &self,
+        problem: &Problem,
+        format: KvFormat,
+        layout: KvLayout,
+    ) -> Result<NativePlan, Error> {
+        self.plan(PlanKind::Known, problem, format, layout)
+    }
+
+    /// Prepares, as [`CudaBackend::prepare`] does, for steps whose sequences bring any numbers of query tokens: what the problem says of `q_lens` is how many
+    /// sequences and how many query tokens in all there are at most, and the most that one sequence mostly has, for which the kernel is chosen.
+    /// [`ListBlocksArgs`] tells launches how the tokens are shared.
+    ///
+    /// # Errors
+    /// Those of [`CudaBackend::prepare`].
+    pub fn prepare_ragged(
+        &self,
+        problem: &Problem,
+        format: KvFormat,
+        layout: KvLayout,
+    ) -> Result<NativePlan, Error> {
+        self.plan(PlanKind::Ragged, problem, format, layout)
+    }
+
+    fn plan(
+        &self,
+        kind: PlanKind,
+        problem: &Problem,
+        format: KvFormat,
+        layout: KvLayout,
+    ) -> Result<NativePlan, Error> {
+        self.device.bind()?;
+        let plan = prepare(kind, &self.device, problem, format, layout)?;
+        plan.launch_plan.check_longest(problem)?;
+        Ok(plan)
+    }
+
+    /// Enqueues one decode step on the caller's stream. Allocates nothing, synchronizes nothing, and can be captured.
+    ///
+    /// With `ATTN_CUDA=check=1` in the environment of [`CudaBackend::open`], a checking launch goes first and is waited for.
+    ///
+    /// # Safety
+    /// - `stream` is a live `CUstream` of this backend's context (the device's primary one), which is current on this thread.
+    /// - Every address in `args` is device memory of the documented type and length, aligned to 16 bytes (`workspace`: 256), and stays
+    ///   so until the work has run; `out`, `lse` and the workspace overlap nothing else that runs meanwhile.
+    /// - On the device, every `kv_lens` is 0 to [`NativePlan::max_kv_len`]; every page that a length reaches, and the residual pages of the
+    ///   last ones, are in the pool; queries are finite and within `Error::QueryRange`; K and V were written by append.
+    /// - The workspace's first [`NativePlan::zeroed_bytes`] bytes were zeroed before its first launch, and again whenever
+    ///   another plan used it; launches that share a workspace do not overlap.
+    ///
+    /// # Errors
+    /// [`Error::Parameter`] for other K and V than the plan's layout says, for strides that are not allowed, and for numbers of more than 31 bits;
+    /// [`Error::Device`] with the driver's refusal, or with [`CudaError::Check`](crate::CudaError::Check).
+    pub unsafe fn decode_on(
+        &self,
+        plan: &NativePlan,
+        stream: Stream,
+        args: &DecodeArgs,
+    ) -> Result<(), Error> {
+        // SAFETY: this function's contract.
+        unsafe { launch_decode(&self.device, plan, stream.raw(), args, 0) }
+    }
+
+    /// Prepares launches over shards of sequences, whole spans of 1024 tokens each but for the last shard, for
+    /// [`CudaBackend::attend_spans_on`]. The problem's `kv_lens` are those of this shard; where tokens follow is read on the device, and its
+    /// `tokens_after` and `sinks` do not matter.
+    ///
+    /// # Errors
+    /// Those of [`CudaBackend::prepare`].
+    pub fn prepare_spans(
+        &self,
+        problem: &Problem,
+        format: KvFormat,
+        layout: KvLayout,
+    ) -> Result<NativePlan, Error> {
+        self.plan(PlanKind::Spans, problem, format, layout)
+    }
+
+    /// Enqueues the attention of a shard, and leaves the states of its spans, which [`MergeSpansArgs`](crate::native::MergeSpansArgs) merges with those of other shards:
+    /// the states of [`DecodeAttention::attend_spans`](attn_core::DecodeAttention::attend_spans) on the CPU, bit for bit for integer formats. Can be captured.
+    ///
+    /// `out`, `lse`, `sinks` and `workspace` of `args` are not used.
+    ///
+    /// # Safety
+    /// Those of [`CudaBackend::decode_on`]; `to` is device memory of the documented sizes, which nothing else uses meanwhile. On the device, no
+    /// `tokens_after` is negative, a sequence has at most 2^20 tokens with them, and where it is positive, `kv_lens` is a multiple of 1024: other shards have no
+    /// wild access, and other bits than one device.
+    ///
+    /// # Errors
+    /// [`Error::Parameter`] for a plan that [`CudaBackend::prepare_spans`] has not made; those of [`CudaBackend::decode_on`].
+    pub unsafe fn attend_spans_on(
+        &self,
+        plan: &NativePlan,
+        stream: Stream,
+        args: &DecodeArgs,
+        to: &SpansArgs,
+    ) -> Result<(), Error> {
+        // SAFETY: this function's contract.
+        unsafe { launch_decode_as(&self.device, plan, stream.raw(), args, 0, Some(to)) }
+    }
+}
