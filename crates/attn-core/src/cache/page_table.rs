@@ -10,7 +10,7 @@ use crate::{
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct PageTable {
-    /// Home pages of each sequence, in token order; [`PageTable::DROPPED`] in place of those that [`KvCache::drop_before`] has freed.
+    /// Home pages of each sequence, in token order; [`PageTable::DROPPED`] in place of those that [`KvCache::drop_before`](super::KvCache::drop_before) has freed.
     pub pages: Vec<Vec<u32>>,
     /// Residual pages of each sequence: those of its last home pages, in the same order.
     pub residual_pages: Vec<Vec<u32>>,
