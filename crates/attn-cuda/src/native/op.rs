@@ -1,4 +1,4 @@
-//! Small launches: what one is, how its kernels are loaded, how it is enqueued. `docs/architecture.md` says how to add one.
+//! Small launches: what one is, how its kernels are loaded, how it is enqueued. CONTRIBUTING.md says how to add one.
 
 use std::{ffi::c_void, fmt::Debug, sync::Arc};
 
