@@ -74,6 +74,7 @@ pub fn decode(
                     dim: 64,
                 },
             )
+            .unit_tensor_scales()
             .sequences(1)
             .max_len(2048)
             .build(),

@@ -53,6 +53,7 @@ pub fn cache(
         dim,
     };
     let mut config = CacheConfig::builder(format, all)
+        .unit_tensor_scales()
         .page_size(number("page_size"))
         .max_len(tokens)
         .build();

@@ -177,6 +177,7 @@ impl Case {
     pub fn config(&self) -> CacheConfig {
         let p = &self.problem;
         let mut config = CacheConfig::builder(self.format, p.heads())
+            .unit_tensor_scales()
             .lens(p.kv_lens.iter().copied())
             .page_size(self.page_size)
             .max_q_len(p.max_q_len().max(64))

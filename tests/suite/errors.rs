@@ -172,13 +172,17 @@ fn a_plan_has_a_sink_for_each_query_head() {
 #[case::head_dim(|c: &mut CacheConfig| c.head_dim = 65, "head_dim")]
 #[case::groups(|c: &mut CacheConfig| c.format.k = Scheme::Int4(3), "format")]
 #[case::narrow_groups(|c: &mut CacheConfig| c.format.v = Scheme::Int4(8), "format")]
-#[case::static_scales(|c: &mut CacheConfig| c.k_tensor_scales = vec![1.0], "tensor scales")]
+#[case::static_scales(|c: &mut CacheConfig| c.k_tensor_scales = vec![1.0], "k_scales")]
 #[case::nan_scale(
     |c: &mut CacheConfig| {
         c.format = KvFormat::same(Scheme::Fp8E4m3);
         (c.k_tensor_scales, c.v_tensor_scales) = (vec![1.0], vec![f32::NAN]);
     },
-    "tensor scale"
+    "v_scales"
+)]
+#[case::missing_scales(
+    |c: &mut CacheConfig| (c.format, c.k_tensor_scales) = (KvFormat::same(Scheme::Fp8E4m3), vec![1.0]),
+    "v_scales"
 )]
 fn a_cache_names_the_setting_it_refuses(#[case] spoil: fn(&mut CacheConfig), #[case] name: &str) {
     let mut config = CacheConfig::builder(
@@ -195,7 +199,10 @@ fn a_cache_names_the_setting_it_refuses(#[case] spoil: fn(&mut CacheConfig), #[c
     spoil(&mut config);
     let error = CpuBackend::new().create_cache(&config).err().unwrap();
     assert!(
-        matches!(&error, Error::Parameter { what, .. } | Error::Length { what, .. } if *what == name),
+        matches!(
+            &error,
+            Error::Parameter { what, .. } | Error::MissingScales { what, .. } | Error::ScaleCount { what, .. } if *what == name
+        ),
         "{error}"
     );
 }

@@ -86,7 +86,10 @@ fn append(c: &mut Criterion) {
         for (tokens, threads) in [(1, 1), (2048, 1), (2048, 2)] {
             let options = Options::default().threads(threads);
             let backend = CpuBackend::with_options(&options).expect("the system starts threads");
-            let config = CacheConfig::builder(format, heads).max_len(MOST).build();
+            let config = CacheConfig::builder(format, heads)
+                .unit_tensor_scales()
+                .max_len(MOST)
+                .build();
             let mut cache = backend.create_cache(&config).expect("a legal cache");
             let [k, v] = [&k, &v].map(|x| &x[..tokens * ROW]);
             group.throughput(Throughput::Bytes(2 * size_of_val(k) as u64));
@@ -116,7 +119,9 @@ fn image(c: &mut Criterion) {
     let backend = CpuBackend::new();
     for format in ["int8", "int4", "int4-g1", "bf16", "fp8"] {
         let format: KvFormat = format.parse().expect("a format");
-        let config = CacheConfig::builder(format, heads).sequences(2);
+        let config = CacheConfig::builder(format, heads)
+            .unit_tensor_scales()
+            .sequences(2);
         let config = config.max_len(TOKENS).build();
         let mut cache = backend.create_cache(&config).expect("a legal cache");
         cache.append(0, &k, &v).expect("the cache has room");

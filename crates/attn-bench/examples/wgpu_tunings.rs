@@ -64,6 +64,7 @@ impl Sample {
                 dim: DIM,
             },
         )
+        .unit_tensor_scales()
         .sequences(1)
         .max_len(work.ctx)
         .build();
@@ -97,6 +98,7 @@ impl Sample {
                         dim: DIM,
                     },
                 )
+                .unit_tensor_scales()
                 .sequences(work.batch)
                 .max_len(work.ctx)
                 .build();
@@ -145,6 +147,7 @@ fn run(timer: &WgpuTimer, work: &Case, tunings: &[(&str, Tuning)]) -> Any<()> {
             dim: DIM,
         },
     )
+    .unit_tensor_scales()
     .sequences(1)
     .max_len(work.ctx)
     .build();

@@ -244,6 +244,7 @@ impl WgpuTimer {
         let problem = &workload.problem;
         let (heads, dim) = (problem.num_kv_heads, problem.head_dim);
         let config = CacheConfig::builder(workload.format, problem.heads())
+            .unit_tensor_scales()
             .page_size(workload.page_size)
             .max_len(NOISE_TOKENS)
             .build();
@@ -265,6 +266,7 @@ impl WgpuTimer {
         };
         let page_size = workload.page_size;
         let config = CacheConfig::builder(workload.format, problem.heads())
+            .unit_tensor_scales()
             .lens(problem.kv_lens.iter().map(|len| len + room))
             .page_size(page_size)
             .max_q_len(problem.max_q_len().max(64))

@@ -109,17 +109,7 @@ unsafe fn describe(given: &CacheConfig) -> Result<Description, Failure> {
             optional("v_scales", given.v_scales, scales)?,
         ]
     };
-    let of = |name: &str, given: Option<&[f32]>, is_static: bool| match given {
-        None if is_static => Err(Failure::new(
-            Status::Parameter,
-            format!(
-                "{name} is NULL; {format} stores numbers as multiples of static scales: pass one for each layer and KV head, such as the largest magnitude to come / 448 for fp8, / 127 for int8-tensor"
-            ),
-        )),
-        given => Ok(given.map(<[f32]>::to_vec).unwrap_or_default()),
-    };
-    let k = of("k_scales", k, format.k.has_tensor_scale())?;
-    let v = of("v_scales", v, format.v.has_tensor_scale())?;
+    let [k, v] = [k, v].map(Option::unwrap_or_default);
     Ok(builder.tensor_scales(k, v).build())
 }
 

@@ -193,12 +193,12 @@ fn static_formats_ask_for_their_scales() {
     let ones = [1.0; HEADS];
     let handles = Handles::new();
     for (format, k, missing) in [
-        (c"fp8", ptr::null(), "k_scales is NULL; fp8 stores"),
-        (c"fp8", ones.as_ptr(), "v_scales is NULL; fp8 stores"),
+        (c"fp8", ptr::null(), "k_scales is missing: fp8 stores"),
+        (c"fp8", ones.as_ptr(), "v_scales is missing: fp8 stores"),
         (
             c"int8/int8-tensor",
             ptr::null(),
-            "v_scales is NULL; int8/int8-tensor stores",
+            "v_scales is missing: int8-tensor stores",
         ),
     ] {
         let without = CacheConfig {

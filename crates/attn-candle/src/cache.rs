@@ -51,6 +51,9 @@ impl QuantizedKvCache {
     /// A prompt may have any length. Formats with a window (`int4`, `int8/int4`) take room for the residuals of one as long as `max_tokens`;
     /// [`QuantizedKvCache::layers`] with another [`CacheConfig::max_q_len`] takes less, and prompts then come in pieces of at most so many tokens.
     ///
+    /// Formats with static scales (`fp8`, `int8-tensor`) are refused here; [`QuantizedKvCache::layers`] takes a config with
+    /// [`tensor_scales`](attn::CacheBuilder::tensor_scales).
+    ///
     /// # Errors
     /// Those of [`QuantizedKvCache::layers`].
     pub fn new(

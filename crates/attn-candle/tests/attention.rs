@@ -101,7 +101,10 @@ fn a_prompt_and_decoded_tokens_are_candles_attention(
     let [k, v] = [1, 2].map(|seed| random(seed, 2, HEADS.kv, 150));
     let q = random(3, 2, HEADS.q, 150);
     let exact = attention(&q, &k, &v, &Problem::new(HEADS, [])).unwrap();
-    let mut cache = QuantizedKvCache::new(format, HEADS, 2, 256, &CPU).unwrap();
+    let builder = CacheConfig::builder(format, HEADS).unit_tensor_scales();
+    let config = builder.sequences(2).max_len(256).max_q_len(256).build();
+    let problems = [Problem::new(HEADS, [])];
+    let mut cache = QuantizedKvCache::shared(&config, problems, &CPU).unwrap();
     // Results are rounded to their type.
     let limit = limit
         + match dtype {
@@ -118,6 +121,14 @@ fn a_prompt_and_decoded_tokens_are_candles_attention(
         assert!(error <= limit, "{format}, {tokens} tokens: {error}");
     }
     assert_eq!(cache.lens(), [150, 150]);
+}
+
+#[test]
+fn a_format_of_static_scales_needs_them() {
+    let fp8 = "fp8".parse().unwrap();
+    let refused = QuantizedKvCache::new(fp8, HEADS, 2, 256, &CPU).unwrap_err();
+    let said = refused.to_string();
+    assert!(said.contains("k_scales is missing: fp8 stores"), "{said}");
 }
 
 #[rstest]

@@ -94,18 +94,13 @@ const LEAST_SCALE: f32 = 1e-15;
 
 /// Static scales per KV head that map the largest magnitude to the largest code.
 fn tensor_scales(scheme: Scheme, x: &[f32], heads: usize, head_dim: usize) -> Vec<f32> {
-    let largest = if scheme == Scheme::Fp8E4m3 {
-        448.0
-    } else {
-        127.0
+    let Some(largest) = scheme.largest_static_code() else {
+        return Vec::new();
     };
     let amax = |h: usize| {
         let rows = x.chunks_exact(head_dim).skip(h).step_by(heads);
         rows.flatten().fold(0.0f32, |a, v| a.max(v.abs()))
     };
-    if !scheme.has_tensor_scale() {
-        return Vec::new();
-    }
     (0..heads)
         .map(|h| (amax(h) / largest).max(LEAST_SCALE))
         .collect()

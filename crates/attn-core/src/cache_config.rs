@@ -2,10 +2,9 @@
 
 use crate::{
     error::{Error, refuse},
-    format::KvFormat,
+    format::{KvFormat, Scheme},
     layout::{MAX_KV_HEADS, PageLayout},
     problem::{Heads, MAX_TOKENS},
-    view::check_tensor_scales,
 };
 
 /// The description of a cache to create.
@@ -34,9 +33,9 @@ pub struct CacheConfig {
     /// The most query tokens that a step has of one sequence, for formats with a window: appends keep the residuals that so many new tokens read.
     /// Steps of other formats have any number.
     pub max_q_len: usize,
-    /// Static K scale per layer and KV head, `[layers, num_kv_heads]`, for fp8 and int8-tensor.
+    /// Static K scale per layer and KV head, `[layers, num_kv_heads]`, which fp8 and int8-tensor need; empty for other schemes.
     pub k_tensor_scales: Vec<f32>,
-    /// Static V scale per layer and KV head, for fp8 and int8-tensor.
+    /// Static V scale per layer and KV head, which fp8 and int8-tensor need; empty for other schemes.
     pub v_tensor_scales: Vec<f32>,
 }
 
@@ -50,7 +49,8 @@ pub(crate) const MAX_LAYERS: usize = 1024;
 const MAX_SEQUENCES: usize = 1 << 24;
 
 impl CacheConfig {
-    /// Starts a cache of one layer and pages of 64 tokens, with one empty sequence and tensor scales 1.
+    /// Starts a cache of one layer and pages of 64 tokens, with one empty sequence. Formats with static scales, such as fp8, need them by
+    /// [`CacheBuilder::tensor_scales`] or [`CacheBuilder::unit_tensor_scales`].
     ///
     /// ```
     /// use attn_core::{CacheConfig, Heads, KvFormat};
@@ -63,10 +63,6 @@ impl CacheConfig {
     /// assert_eq!(config.num_pages, 16 * 8192 / 64);
     /// ```
     pub fn builder(format: KvFormat, heads: Heads) -> CacheBuilder {
-        let scales = |has: bool| {
-            let count = if has { heads.kv.min(MAX_KV_HEADS) } else { 0 };
-            vec![1.0; count]
-        };
         CacheBuilder {
             config: CacheConfig {
                 format,
@@ -79,8 +75,8 @@ impl CacheConfig {
                 num_sequences: 1,
                 max_len: 0,
                 max_q_len: DEFAULT_MAX_Q_LEN,
-                k_tensor_scales: scales(format.k.has_tensor_scale()),
-                v_tensor_scales: scales(format.v.has_tensor_scale()),
+                k_tensor_scales: Vec::new(),
+                v_tensor_scales: Vec::new(),
             },
             max_len: 0,
             lens: None,
@@ -139,7 +135,7 @@ impl CacheConfig {
     /// Refuses a description that no pool can hold.
     ///
     /// # Errors
-    /// [`Error::Parameter`], [`Error::Length`].
+    /// [`Error::Parameter`]; [`Error::MissingScales`] where a scheme with static scales has none, [`Error::ScaleCount`] for another number of them.
     pub fn check(&self) -> Result<(), Error> {
         let layout = self.layout()?;
         let heads = Heads {
@@ -178,9 +174,9 @@ impl CacheConfig {
                 "at most 2^63 - 1; ask for fewer pages",
             );
         }
-        let heads = self.layers * self.num_kv_heads;
-        check_tensor_scales(self.format.k, &self.k_tensor_scales, heads)?;
-        check_tensor_scales(self.format.v, &self.v_tensor_scales, heads)
+        let scales = [&self.k_tensor_scales[..], &self.v_tensor_scales];
+        self.format
+            .check_scales(scales, self.layers * self.num_kv_heads)
     }
 }
 
@@ -264,11 +260,32 @@ impl CacheBuilder {
     }
 
     /// Sets the static scales of K and V for fp8 and int8-tensor: one per KV head, which all layers have, or one per layer and KV head,
-    /// `[layers, num_kv_heads]`.
+    /// `[layers, num_kv_heads]`; none for a side of another scheme. A scale is the largest magnitude to come, divided by 448 for fp8 and by 127 for
+    /// int8-tensor: larger numbers saturate.
+    ///
+    /// ```
+    /// use attn_core::{CacheConfig, Error, Heads, KvFormat};
+    ///
+    /// let fp8: KvFormat = "fp8".parse()?;
+    /// let builder = CacheConfig::builder(fp8, Heads { q: 4, kv: 2, dim: 64 }).max_len(256);
+    /// let missing = builder.clone().build().check();
+    /// assert!(matches!(missing, Err(Error::MissingScales { what: "k_scales", needed: 2, .. })));
+    /// builder.tensor_scales([0.02, 0.05], [0.01, 0.01]).build().check()?;
+    /// # Ok::<(), Error>(())
+    /// ```
     pub fn tensor_scales(mut self, k: impl Into<Vec<f32>>, v: impl Into<Vec<f32>>) -> Self {
         self.config.k_tensor_scales = k.into();
         self.config.v_tensor_scales = v.into();
         self
+    }
+
+    /// Sets every static scale that the format has to 1, for numbers that are known to fit: fp8 then takes magnitudes up to 448, and int8-tensor
+    /// whole numbers up to 127. Nothing changes for formats without static scales.
+    pub fn unit_tensor_scales(self) -> Self {
+        let heads = self.config.num_kv_heads.min(MAX_KV_HEADS);
+        let ones = |scheme: Scheme| vec![1.0; if scheme.has_tensor_scale() { heads } else { 0 }];
+        let KvFormat { k, v } = self.config.format;
+        self.tensor_scales(ones(k), ones(v))
     }
 
     /// Gives the description. Numbers that no cache can have saturate; [`CacheConfig::check`] refuses them.

@@ -45,7 +45,7 @@ use crate::{
     quant::{self, Param},
     rotation::rotate_back,
     segments::TILE,
-    view::{StridedRows, check_tensor_scales, offset},
+    view::{StridedRows, offset},
 };
 
 pub mod rows;
@@ -337,8 +337,7 @@ pub fn export(
 /// Values of pages, as [`KvCache::read_back`](crate::KvCache::read_back) gives them: K and V, each `[tokens, num_kv_heads, head_dim]`.
 ///
 /// # Errors
-/// [`Error::Length`], [`Error::BadBytes`] for damaged pages; [`Error::Length`], [`Error::Parameter`] for scales that no cache has;
-/// [`Error::OutOfMemory`].
+/// [`Error::Length`], [`Error::BadBytes`] for damaged pages; those of [`Scheme::check_scales`] for scales that no cache has; [`Error::OutOfMemory`].
 pub fn dequantize(
     layout: &PageLayout,
     pages: &[Vec<u8>],
@@ -346,10 +345,10 @@ pub fn dequantize(
     k_tensor_scales: &[f32],
     v_tensor_scales: &[f32],
 ) -> Result<[Vec<f32>; 2], Error> {
-    let format = layout.format();
-    for (scheme, scales) in [(format.k, k_tensor_scales), (format.v, v_tensor_scales)] {
-        check_tensor_scales(scheme, scales, layout.num_kv_heads())?;
-    }
+    let scales = [k_tensor_scales, v_tensor_scales];
+    layout
+        .format()
+        .check_scales(scales, layout.num_kv_heads())?;
     layout.check_pages(pages, tokens)?;
     let heads = layout.num_kv_heads();
     let side = |side: Side, scales: &[f32]| -> Result<Vec<f32>, Error> {

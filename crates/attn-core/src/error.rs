@@ -36,6 +36,32 @@ pub enum Error {
         /// Elements needed.
         needed: usize,
     },
+    /// A format with static scales, and no scales.
+    #[error(
+        "{what} is missing: {scheme} stores numbers as multiples of static scales; give {}, one for each KV head of each layer: the largest magnitude to come, \
+         divided by {}; scales of 1 (in Rust `unit_tensor_scales`) hold {}", Many(*needed, "scale"), scheme.largest_static_code().unwrap_or(1.0),
+        held_at_scale_1(*scheme)
+    )]
+    MissingScales {
+        /// `k_scales` or `v_scales`.
+        what: &'static str,
+        /// The scheme of that side.
+        scheme: Scheme,
+        /// Scales that it needs.
+        needed: usize,
+    },
+    /// Static scales in another number than the format has.
+    #[error("{what} has {}, but {scheme} {}", Many(*given, "scale"), needed_scales(*needed))]
+    ScaleCount {
+        /// `k_scales` or `v_scales`.
+        what: &'static str,
+        /// The scheme of that side.
+        scheme: Scheme,
+        /// Scales given.
+        given: usize,
+        /// Scales that the scheme needs: 0 for one without static scales.
+        needed: usize,
+    },
     /// Rows of another shape.
     #[error(
         "{what} has rows of the shape {given:?}; needed: {needed:?}, which is [tokens, heads, dim]"
@@ -369,6 +395,27 @@ pub enum Error {
     },
 }
 
+/// The numbers that a scheme with static scales holds at scale 1, for [`Error::MissingScales`].
+fn held_at_scale_1(scheme: Scheme) -> String {
+    let numbers = match scheme.is_integer() {
+        true => "whole numbers",
+        false => "numbers",
+    };
+    let largest = scheme.largest_static_code().unwrap_or(1.0);
+    format!("{numbers} up to {largest}")
+}
+
+/// What a scheme does with static scales, for [`Error::ScaleCount`].
+fn needed_scales(needed: usize) -> String {
+    match needed {
+        0 => "has no static ones; leave them out".to_owned(),
+        needed => format!(
+            "needs {}, one for each KV head of each layer",
+            Count(needed)
+        ),
+    }
+}
+
 /// What stands against a shorter sequence ([`Error::Truncate`]).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum TruncateLimit {
@@ -432,6 +479,8 @@ macro_rules! kinds {
 kinds! { Error {
     Parameter: Parameter,
     Length: Shape,
+    MissingScales: Parameter,
+    ScaleCount: Shape,
     Shape: Shape,
     Rows: Shape,
     NotFinite: Number,

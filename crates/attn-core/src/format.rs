@@ -137,7 +137,17 @@ impl Scheme {
     /// Whether a static f32 scale per KV head belongs to it.
     #[must_use]
     pub fn has_tensor_scale(self) -> bool {
-        matches!(self, Scheme::Fp8E4m3 | Scheme::Int8(Int8Scale::Tensor))
+        self.largest_static_code().is_some()
+    }
+
+    /// The largest code of a scheme with static scales: numbers beyond the scale times this saturate. `None` for other schemes.
+    #[must_use]
+    pub fn largest_static_code(self) -> Option<f32> {
+        match self {
+            Scheme::Fp8E4m3 => Some(448.0),
+            Scheme::Int8(Int8Scale::Tensor) => Some(127.0),
+            _ => None,
+        }
     }
 
     /// Whether f16 scales belong to each token's row.

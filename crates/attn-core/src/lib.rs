@@ -52,6 +52,7 @@ mod settings;
 mod span_states;
 pub mod state;
 mod step;
+mod tensor_scales;
 pub mod view;
 mod visible;
 mod wide_rows;

@@ -3,6 +3,7 @@
 use crate::{
     error::{ElementIndex, Error, filled, refuse},
     format::KvFormat,
+    layout::Side,
     problem::Problem,
     row_state::{self, RowEnd},
     segments::num_spans,
@@ -174,7 +175,8 @@ impl SpanStates {
     /// `problem` is that of any shard or of the whole: its rows and sinks count. `v_tensor_scales` are those of formats with static scales, else empty.
     ///
     /// # Errors
-    /// [`Error::Length`] for shards, scales and outputs of other rows than the problem's; nothing is written then.
+    /// [`Error::Length`] for shards and outputs of other rows than the problem's; those of [`Scheme::check_scales`](crate::Scheme::check_scales) for V's scales.
+    /// Nothing is written then.
     pub fn finish(
         shards: &[SpanStates],
         problem: &Problem,
@@ -184,12 +186,10 @@ impl SpanStates {
     ) -> Result<(), Error> {
         problem.check()?;
         let (rows, dim) = (problem.rows(), problem.head_dim);
-        let scales = match format.v.has_tensor_scale() {
-            true => problem.num_kv_heads,
-            false => 0,
-        };
+        format
+            .v
+            .check_scales(Side::V, v_tensor_scales, problem.num_kv_heads)?;
         let mut lengths = vec![
-            ("v_tensor_scales", v_tensor_scales.len(), scales),
             ("out", out.len(), problem.elements()),
             ("lse", lse.len(), rows),
         ];
@@ -350,6 +350,41 @@ mod tests {
             .map(|row| (row[0] * 8.0).round())
             .collect();
         assert_eq!(eighths, [4.0, 4.0, 4.0, 32.0, 32.0, 32.0].repeat(2));
+    }
+
+    #[test]
+    fn static_scales_of_v_are_needed_and_those_of_k_are_not() {
+        let finish = |format: &str, scales: &[f32]| {
+            let (mut out, mut lse) = ([7.0; 128], [7.0; 2]);
+            let (format, outputs) = (format.parse().unwrap(), (&mut out[..], &mut lse[..]));
+            let result = SpanStates::finish(&[], &problem(), format, scales, outputs);
+            assert_eq!(out[0] == 7.0, result.is_err());
+            result
+        };
+        for (format, scales, said) in [
+            ("fp8", &[][..], "v_scales is missing: fp8 stores"),
+            (
+                "int8/int8-tensor",
+                &[],
+                "v_scales is missing: int8-tensor stores",
+            ),
+            (
+                "fp8",
+                &[0.5, 0.5],
+                "v_scales has 2 scales, but fp8 needs 1,",
+            ),
+            ("fp8", &[f32::NAN], "v_scales is NaN at index 0"),
+            (
+                "fp8/int8",
+                &[0.5],
+                "v_scales has 1 scale, but int8 has no static ones",
+            ),
+        ] {
+            let refused = finish(format, scales).unwrap_err().to_string();
+            assert!(refused.starts_with(said), "{refused}");
+        }
+        finish("fp8/int8", &[]).unwrap();
+        finish("int8/fp8", &[0.5]).unwrap();
     }
 
     #[test]

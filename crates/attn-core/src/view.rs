@@ -3,11 +3,10 @@
 use half::{bf16, f16};
 
 use crate::{
-    error::{Error, Given, refuse},
+    error::{Error, refuse},
     format::{BF16_MAX, KvFormat, Scheme},
     problem::Problem,
     quant::Param,
-    score_modifiers::SCALES,
 };
 
 /// The rows of K or V: `head_dim` codes side by side per (sequence, KV head, token), and their f16 scales.
@@ -328,9 +327,7 @@ impl<'a> KvView<'a> {
         problem.check()?;
         k.check("k codes", format.k, problem)?;
         v.check("v codes", format.v, problem)?;
-        for (scheme, scales) in [format.k, format.v].into_iter().zip(tensor_scales) {
-            check_tensor_scales(scheme, scales, problem.num_kv_heads)?;
-        }
+        format.check_scales(tensor_scales, problem.num_kv_heads)?;
         Ok(KvView {
             format,
             rows: [k, v],
@@ -387,35 +384,5 @@ impl<'a> KvView<'a> {
     #[must_use]
     pub fn kv_lens(&self) -> &'a [usize] {
         self.kv_lens
-    }
-}
-
-/// For backends: refuses other static scales than one positive normal number per KV head for the schemes that have them, and none for the others.
-///
-/// # Errors
-/// [`Error::Length`], [`Error::Parameter`].
-pub fn check_tensor_scales(
-    scheme: Scheme,
-    scales: &[f32],
-    num_kv_heads: usize,
-) -> Result<(), Error> {
-    let needed = if scheme.has_tensor_scale() {
-        num_kv_heads
-    } else {
-        0
-    };
-    if scales.len() != needed {
-        return Err(Error::Length {
-            what: "tensor scales",
-            given: scales.len(),
-            needed,
-        });
-    }
-    match scales.iter().position(|s| !SCALES.contains(s)) {
-        Some(i) => {
-            let given = format_args!("{} at index {i}", Given::from(scales[i]));
-            refuse("tensor scale", given, "1e-15 to 1e15")
-        }
-        None => Ok(()),
     }
 }

@@ -89,35 +89,69 @@ fn a_longer_sequence_than_any_cache_has_is_not_made_room_for() {
 }
 
 #[test]
-fn static_scales_are_1_until_they_are_set() {
-    let config = CacheConfig::builder(
-        "fp8".parse().unwrap(),
-        Heads {
-            q: 3,
-            kv: 3,
-            dim: 64,
-        },
-    )
-    .sequences(1)
-    .max_len(1)
-    .build();
-    assert_eq!(config.k_tensor_scales, [1.0; 3]);
-    assert_eq!(config.v_tensor_scales, [1.0; 3]);
-    let config = CacheConfig::builder(
-        "int8/fp8".parse().unwrap(),
-        Heads {
-            q: 3,
-            kv: 3,
-            dim: 64,
-        },
-    )
-    .sequences(1)
-    .max_len(1)
-    .build();
+fn a_static_scale_is_given_or_asked_for_by_name() {
+    let heads = Heads {
+        q: 3,
+        kv: 3,
+        dim: 64,
+    };
+    let builder = |format: &str| {
+        let builder = CacheConfig::builder(format.parse().unwrap(), heads);
+        builder.layers(2).max_len(64)
+    };
+    for (format, side) in [
+        ("fp8", "k_scales"),
+        ("int8-tensor", "k_scales"),
+        ("int8-tensor/int8", "k_scales"),
+        ("int8/fp8", "v_scales"),
+        ("bf16/int8-tensor", "v_scales"),
+    ] {
+        let config = builder(format).build();
+        let all = [
+            config.check().err(),
+            config.pool_bytes().err(),
+            HostPages::new(&config).err(),
+        ];
+        for error in all {
+            let found = matches!(&error, Some(Error::MissingScales { what, needed: 6, .. }) if *what == side);
+            assert!(found, "{format}: {error:?}");
+        }
+        builder(format)
+            .unit_tensor_scales()
+            .build()
+            .check()
+            .unwrap();
+    }
+    let config = builder("fp8/int8").unit_tensor_scales().build();
     assert_eq!(
-        (config.k_tensor_scales.len(), config.v_tensor_scales.len()),
-        (0, 3)
+        (config.k_tensor_scales, config.v_tensor_scales),
+        (vec![1.0; 6], vec![])
     );
+    for (format, k, v, said) in [
+        (
+            "fp8",
+            3,
+            2,
+            "v_scales has 2 scales, but fp8 needs 6, one for each KV head of each layer",
+        ),
+        (
+            "int8",
+            0,
+            1,
+            "v_scales has 1 scale, but int8 has no static ones; leave them out",
+        ),
+        (
+            "fp8/int8",
+            6,
+            3,
+            "v_scales has 6 scales, but int8 has no static ones; leave them out",
+        ),
+    ] {
+        let config = builder(format)
+            .tensor_scales(vec![0.5; k], vec![0.5; v])
+            .build();
+        assert_eq!(config.check().unwrap_err().to_string(), said);
+    }
 }
 
 #[test]
@@ -161,6 +195,7 @@ fn a_cache_checks_its_own_configuration_whatever_its_store_was_made_from() {
             dim: 64,
         },
     )
+    .unit_tensor_scales()
     .sequences(1)
     .max_len(64)
     .build();

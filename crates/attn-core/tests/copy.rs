@@ -11,6 +11,7 @@ const HEADS: Heads = Heads {
 
 fn config(format: &str, layers: usize) -> CacheConfig {
     CacheConfig::builder(format.parse().unwrap(), HEADS)
+        .unit_tensor_scales()
         .layers(layers)
         .sequences(5)
         .page_size(16)

@@ -226,7 +226,7 @@ fn whatever_drafts_are_taken_back_the_residuals_that_an_image_has_are_there(
 }
 
 #[test]
-fn static_scales_are_asked_of_the_schemes_that_have_them() {
+fn unit_scales_are_set_for_the_schemes_that_have_static_ones() {
     for (name, k, v) in [
         ("fp8/int8", 3, 0),
         ("int8/int8-tensor", 0, 3),
@@ -240,10 +240,12 @@ fn static_scales_are_asked_of_the_schemes_that_have_them() {
                 dim: 64,
             },
         )
+        .unit_tensor_scales()
         .sequences(1)
         .max_len(64)
         .build();
         let found = (config.k_tensor_scales.len(), config.v_tensor_scales.len());
         assert_eq!(found, (k, v), "{name}");
+        config.check().unwrap();
     }
 }

@@ -235,8 +235,8 @@ fn forged(image: &[u8], words: &[(usize, u32)]) -> Vec<u8> {
 #[case::reserved_end(60, 1, "reserved")]
 #[case::format(64, 0x3820_3820, "format")]
 #[case::other_format(64, 0x3631_6662, "format")]
-#[case::scale(128, 0, "tensor scale")]
-#[case::nan_scale(140, 0x7fc0_0000, "tensor scale")]
+#[case::scale(128, 0, "k_scales is 0 at index 0")]
+#[case::nan_scale(140, 0x7fc0_0000, "v_scales is NaN at index 1")]
 fn a_header_that_says_something_else_is_refused(
     #[case] at: usize,
     #[case] word: u32,

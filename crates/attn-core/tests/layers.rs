@@ -22,6 +22,7 @@ const ROW: usize = HEADS.kv * HEADS.dim;
 
 fn config(format: &str, layers: usize, page_size: usize, pages: usize) -> CacheConfig {
     CacheConfig::builder(format.parse().unwrap(), HEADS)
+        .unit_tensor_scales()
         .layers(layers)
         .sequences(4)
         .page_size(page_size)
@@ -487,7 +488,8 @@ fn a_description_says_how_many_layers_share_the_table() {
     let error = scaled(vec![1.0; 3]).check().unwrap_err();
     assert!(matches!(
         error,
-        Error::Length {
+        Error::ScaleCount {
+            what: "k_scales",
             given: 3,
             needed: 4,
             ..

@@ -34,6 +34,7 @@ const ROW: usize = DIM;
 
 fn config(format: &str) -> CacheConfig {
     CacheConfig::builder(format.parse().unwrap(), HEADS)
+        .unit_tensor_scales()
         .sequences(3)
         .pages(20)
         .build()
@@ -177,8 +178,22 @@ fn configs() -> Vec<Refusal> {
         ),
         ("int4-g8 with a head_dim of 64", with("int4-g8", |_| ())),
         (
-            "static scales that are missing",
+            "a format of static scales, and none given",
             with("fp8", |c| c.k_tensor_scales.clear()),
+        ),
+        (
+            "the same of int8-tensor for V, in 32 layers",
+            with("int8/int8-tensor", |c| {
+                (c.layers, c.v_tensor_scales) = (32, Vec::new());
+            }),
+        ),
+        (
+            "static scales of two heads, and one KV head",
+            with("fp8", |c| c.v_tensor_scales = vec![0.5; 2]),
+        ),
+        (
+            "static scales for a format that has none",
+            with("int8", |c| c.k_tensor_scales = vec![0.5]),
         ),
         (
             "a static scale of 0",

@@ -13,6 +13,7 @@ const HEADS: Heads = Heads {
 
 fn cache(format: &str, page_size: usize, pages: usize) -> KvCache {
     let config = CacheConfig::builder(format.parse().unwrap(), HEADS)
+        .unit_tensor_scales()
         .sequences(4)
         .page_size(page_size)
         .pages(pages)

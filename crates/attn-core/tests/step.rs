@@ -37,6 +37,7 @@ fn cache(format: &str, k_scale: f32) -> KvCache {
             dim: 64,
         },
     )
+    .unit_tensor_scales()
     .sequences(3)
     .max_len(64)
     .build();

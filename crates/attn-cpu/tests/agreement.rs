@@ -52,6 +52,7 @@ fn sequences(problem: &Problem) -> Sequences {
 
 fn cached(problem: &Problem, format: KvFormat, sequences: &Sequences) -> KvCache {
     let mut config = CacheConfig::builder(format, problem.heads())
+        .unit_tensor_scales()
         .lens(problem.kv_lens.iter().copied())
         .build();
     config.k_tensor_scales.fill(0.02);

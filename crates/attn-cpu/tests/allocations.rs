@@ -61,6 +61,7 @@ fn counted(format: &str, threads: usize, apart: usize) -> Vec<usize> {
     );
     problem.q_lens = vec![2; problem.batch()];
     let mut config = CacheConfig::builder(format, problem.heads())
+        .unit_tensor_scales()
         .lens(lens.iter().copied())
         .build();
     for scales in [&mut config.k_tensor_scales, &mut config.v_tensor_scales] {

@@ -61,6 +61,7 @@ fn cached(
 ) -> attn_core::KvCache {
     let max = problem.kv_lens.iter().copied().max().unwrap();
     let mut config = CacheConfig::builder(format, problem.heads())
+        .unit_tensor_scales()
         .sequences(problem.batch())
         .max_len(max)
         .page_size(page_size)

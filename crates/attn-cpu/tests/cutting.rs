@@ -10,6 +10,7 @@ use rayon::ThreadPoolBuilder;
 fn cache(problem: &Problem, format: KvFormat) -> KvCache {
     let (heads, dim) = (problem.num_kv_heads, problem.head_dim);
     let config = CacheConfig::builder(format, problem.heads())
+        .unit_tensor_scales()
         .lens(problem.kv_lens.iter().copied())
         .build();
     let mut cache = CpuBackend::new().create_cache(&config).unwrap();

@@ -81,6 +81,7 @@ fn results(backend: &dyn DecodeAttention, format: KvFormat, other: Option<u64>) 
         Some(other) => in_modes(other, call),
     };
     let mut config = CacheConfig::builder(format, HEADS)
+        .unit_tensor_scales()
         .sequences(2)
         .max_len(1500)
         .build();

@@ -61,6 +61,7 @@ fn config(draw: &mut Draw<'_, '_>) -> CacheConfig {
             dim: draw.pick(&[64, 64, 64, 80, 96, 128, 192, 256]),
         },
     )
+    .unit_tensor_scales()
     .sequences(draw.range(1..=4))
     .max_len(0)
     .build();

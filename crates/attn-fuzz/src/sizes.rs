@@ -163,6 +163,7 @@ fn problem(draw: &mut Draw<'_, '_>) -> Result<(), String> {
             dim: 64,
         },
     )
+    .unit_tensor_scales()
     .sequences(1)
     .max_len(16)
     .build();
@@ -207,6 +208,7 @@ fn drawn_config(draw: &mut Draw<'_, '_>) -> CacheConfig {
             dim: either(draw, &[64, 80, 96, 128, 256]),
         },
     )
+    .unit_tensor_scales()
     .sequences(either(draw, &[0, 1, 3]))
     .max_len(either(draw, &[0, 1, 100, 4096]))
     .build();
@@ -306,6 +308,7 @@ fn cache(draw: &mut Draw<'_, '_>) -> Result<(), String> {
             dim: 64,
         },
     )
+    .unit_tensor_scales()
     .sequences(2)
     .max_len(200)
     .build();

@@ -3,11 +3,12 @@
 use std::sync::Arc;
 
 use attn::{
-    BackendId, Device,
+    BackendId, Device, Scheme,
     backends::cuda::{
         CudaBackend,
         native::{DeviceAddress, Dtype as CudaDtype, Op, Prepared},
     },
+    layout::Side,
 };
 use pyo3::{prelude::*, types::PyCapsule};
 
@@ -101,6 +102,27 @@ impl Gpu {
             )));
         }
         Ok(memory.address)
+    }
+
+    /// Static scales of K or of V, one for each of so many KV heads; null where the scheme has none.
+    ///
+    /// # Errors
+    /// `ParameterError` for scales that are missing, `ShapeError` for another number of them.
+    pub fn scales(
+        &self,
+        (side, scheme): (Side, Scheme),
+        capsule: Option<&Bound<'_, PyCapsule>>,
+        heads: usize,
+    ) -> PyResult<DeviceAddress> {
+        let what = side.scales();
+        let given = match capsule {
+            Some(capsule) => Array::new(what, capsule)?.len(),
+            None => 0,
+        };
+        scheme
+            .check_scale_count(side, given, heads)
+            .map_err(errors::of)?;
+        self.list(what, capsule, (Dtype::F32, 4 * given))
     }
 
     /// An array of floats with gaps before dim `first` at most, and its number format.

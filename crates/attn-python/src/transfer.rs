@@ -1,9 +1,9 @@
 //! Launches over pages and results that belong to no plan: copies of pages, merges of shards' results and of their spans' states.
 
-use attn::KvFormat;
 use attn::backends::cuda::native::{
     CopyPagesArgs, DeviceAddress, MergeSpansArgs, MergeStatesArgs, Pages, Prepared,
 };
+use attn::{KvFormat, Scheme, layout::Side};
 use pyo3::{prelude::*, types::PyCapsule};
 
 use crate::{
@@ -135,7 +135,7 @@ impl Transfer {
 pub struct MergeSpans {
     gpu: Gpu,
     dim: usize,
-    has_scale: bool,
+    v: Scheme,
     merge: Prepared<MergeSpansArgs>,
 }
 
@@ -151,15 +151,9 @@ impl MergeSpans {
         Ok(MergeSpans {
             gpu,
             dim,
-            has_scale: format.v.has_tensor_scale(),
+            v: format.v,
             merge,
         })
-    }
-
-    /// Whether V has static scales, which the merge then reads.
-    #[getter]
-    fn has_scale(&self) -> bool {
-        self.has_scale
     }
 
     /// Merges and finishes.
@@ -197,10 +191,11 @@ impl MergeSpans {
                 None => DeviceAddress::NULL,
                 sinks => list("sinks", sinks.as_ref(), heads)?,
             },
-            v_tensor_scales: match self.has_scale {
-                false => DeviceAddress::NULL,
-                true => list("v_scales", arrays.v_scales.as_ref(), arrays.kv_heads)?,
-            },
+            v_tensor_scales: self.gpu.scales(
+                (Side::V, self.v),
+                arrays.v_scales.as_ref(),
+                arrays.kv_heads,
+            )?,
         };
         // SAFETY: the arrays have these shapes and lie on the device, and `attn.torch.merge_spans` allocates the outputs, so that they overlap nothing.
         unsafe { self.gpu.enqueue(py, &self.merge, stream, &args) }

@@ -406,7 +406,8 @@ def test_refusals_change_nothing(rng, error, call):
         # No scale is right for all models.
         (attn.ParameterError, dict(format="fp8")),
         (attn.ParameterError, dict(format="int8-tensor", k_scales=[1.0] * 2)),
-        (attn.ParameterError, dict(format="int8/fp8", k_scales=[1.0] * 2)),
+        (attn.ParameterError, dict(format="int8/fp8")),
+        (attn.ShapeError, dict(format="int8/fp8", k_scales=[1.0] * 2)),
         (attn.UnsupportedError, dict(device="cuda:99")),
     ],
 )

@@ -252,7 +252,7 @@ def test_shards_in_caches_have_the_bits_of_one_cache(rng, format, modifiers):
     for error, call in (
         (attn.ParameterError, lambda: gpu.attend_spans(q, tokens_after=[1024, 0], **chosen)),
         (attn.ParameterError, lambda: gpu.attend_spans(q, spans=2, **chosen)),
-        (attn.ParameterError, lambda: attn.torch.merge_spans(format, max_sums, o, kv_heads=2, v_scales=torch.ones(2, device="cuda"))),
+        (attn.ShapeError, lambda: attn.torch.merge_spans(format, max_sums, o, kv_heads=2, v_scales=torch.ones(2, device="cuda"))),
         (attn.ParameterError, lambda: attn.merge_spans(format, max_sums, o, kv_heads=2)),
         (attn.UnsupportedError, lambda: gpu.attend_spans(q.cpu(), **chosen)),
     ):

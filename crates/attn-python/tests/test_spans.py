@@ -95,7 +95,23 @@ def test_what_is_no_shard_is_refused(rng):
         with pytest.raises(error) as refusal:
             call()
         assert len(str(refusal.value)) > 20
-    # Static scales are ones where none are given.
-    fp8 = attn.Cache("fp8", heads=2, dim=64, max_tokens=64, device="cpu", **static_scales("fp8", 2))
-    fp8.append(rows(rng, 9, 2, 64), rows(rng, 9, 2, 64))
-    assert (attn.merge_spans("fp8", *fp8.attend_spans(q), kv_heads=2)[0] == fp8.attend(q)).all()
+
+
+@pytest.mark.parametrize("format, needs", [("fp8", "fp8 stores"), ("int8/int8-tensor", "int8-tensor stores"), ("fp8/int8", None)])
+def test_static_scales_of_v_are_given_or_refused(rng, format, needs):
+    scales = static_scales("fp8", 2)
+    k, _, v = format.partition("/")
+    static = [side for side, scheme in (("k_scales", k), ("v_scales", v or k)) if scheme in ("fp8", "int8-tensor")]
+    own = {side: scales[side] for side in static}
+    cache = attn.Cache(format, heads=2, dim=64, max_tokens=64, device="cpu", **own)
+    cache.append(rows(rng, 9, 2, 64), rows(rng, 9, 2, 64))
+    q = rows(rng, 1, 8, 64)
+    states = cache.attend_spans(q)
+    out, _ = attn.merge_spans(format, *states, kv_heads=2, v_scales=own.get("v_scales"))
+    assert (out == cache.attend(q)).all()
+    if needs is None:
+        with pytest.raises(attn.ShapeError, match="v_scales has 2 scales, but int8 has no static ones"):
+            attn.merge_spans(format, *states, kv_heads=2, v_scales=[1.0, 1.0])
+    else:
+        with pytest.raises(attn.ParameterError, match=f"v_scales is missing: {needs}"):
+            attn.merge_spans(format, *states, kv_heads=2)

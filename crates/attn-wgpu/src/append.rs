@@ -338,6 +338,7 @@ mod tests {
                 dim: 64,
             },
         )
+        .unit_tensor_scales()
         .sequences(1)
         .max_len(300)
         .build();

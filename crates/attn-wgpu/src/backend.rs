@@ -220,8 +220,8 @@ impl WgpuBackend {
     /// Prepares a step on a contiguous cache in the caller's buffers, which is read in place.
     ///
     /// # Errors
-    /// Those of [`Problem::check`]; [`Error::Parameter`] for a scheme that has no row form; [`Error::Length`] unless there is a tensor scale
-    /// per KV head; [`Error::Device`] for buffers that are too short, or whose offsets and strides do not suit the kernels' loads.
+    /// Those of [`Problem::check`]; [`Error::Parameter`] for a scheme that has no row form; those of [`Scheme::check_scales`](attn_core::Scheme::check_scales) for
+    /// the static scales; [`Error::Device`] for buffers that are too short, or whose offsets and strides do not suit the kernels' loads.
     pub fn prepare_view(
         &self,
         problem: &Problem,

@@ -3,7 +3,7 @@
 //! The kernels load 16 bytes of K and 4 of V at a time: offsets and strides must be multiples of that. A host's view is uploaded as it is,
 //! or imported as pages (`import.rs`) if its strides do not suit or it exceeds a binding.
 
-use attn_core::{Error, KvFormat, KvView, Problem, Scheme, StridedRows, view::check_tensor_scales};
+use attn_core::{Error, KvFormat, KvView, Problem, Scheme, StridedRows};
 use wgpu::BufferUsages;
 
 use crate::{
@@ -149,12 +149,8 @@ impl DeviceView<'_> {
     pub(crate) fn check(&self, gpu: &Gpu, problem: &Problem) -> Result<Checked, Error> {
         let k = self.k.check(gpu, "k", self.format.k, problem, 16)?;
         let v = self.v.check(gpu, "v", self.format.v, problem, 4)?;
-        for (scheme, scales) in [
-            (self.format.k, self.k_tensor_scales),
-            (self.format.v, self.v_tensor_scales),
-        ] {
-            check_tensor_scales(scheme, scales, problem.num_kv_heads)?;
-        }
+        let scales = [self.k_tensor_scales, self.v_tensor_scales];
+        self.format.check_scales(scales, problem.num_kv_heads)?;
         let stored = |binding, buffer: &wgpu::Buffer, bytes| Stored {
             binding,
             buffer: buffer.clone(),

@@ -9,7 +9,6 @@ use crate::{
     layout::PageLayout,
     page_bytes::SequencePages,
     problem::MAX_TOKENS,
-    view::check_tensor_scales,
 };
 
 /// The first bytes of every image.
@@ -262,9 +261,8 @@ impl Description {
         for (place, scale) in places.zip(scales) {
             *place = f32::from_le_bytes(*scale);
         }
-        for (scheme, scales) in [format.k, format.v].iter().zip(&description.tensor_scales) {
-            check_tensor_scales(*scheme, scales, count)?;
-        }
+        let [k, v] = &description.tensor_scales;
+        format.check_scales([k, v], count)?;
         Ok(description)
     }
 

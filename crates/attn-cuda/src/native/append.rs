@@ -11,7 +11,7 @@ use super::{
     decode::{NativePlan, launch_decode},
     decode_args::DecodeArgs,
     grid::{COPY_THREADS, Grid},
-    kv::PagedSequences,
+    kv::{PagedSequences, check_scale_addresses},
     kv_rows::KvRows,
     op::{Op, Prepared, enqueue_as},
     rotary::{PositionsFrom, RotaryArgs},
@@ -72,7 +72,7 @@ impl AppendShape {
 /// An append of `tokens` new tokens to each of `batch` sequences; their places come from `kv_lens` on the device.
 ///
 /// Refused are more than 65535 sequences, where `tokens` is above 1 more than 65535 KV heads and query heads to rotate together, pages that overlap, residual
-/// pages that are missing, and rotary positions with a `rotary_dim`, an address or strides that are not allowed.
+/// pages or static scales that are missing, and rotary positions with a `rotary_dim`, an address or strides that are not allowed.
 ///
 /// # Safety
 /// - On the device, every `kv_lens` counts the new tokens, and every page that they touch, home and residual, is in the pool and belongs to its sequence
@@ -133,6 +133,8 @@ unsafe impl Op for AppendArgs {
         self.check_grid(layout)?;
         let sequences = &self.sequences;
         let tables = sequences.check(layout)?;
+        let heads = layout.num_kv_heads();
+        check_scale_addresses(layout.format(), sequences.tensor_scales, heads)?;
         let [k_tensor_scales, v_tensor_scales] = sequences.tensor_scales.map(DeviceAddress::get);
         let all = self.batch.saturating_mul(self.tokens);
         let rotary = shape.rotary_params(self.rotary.as_ref(), all, PositionsFrom::KvLens)?;
@@ -299,6 +301,32 @@ mod tests {
                 out_token_stride: query_heads * 128,
             }),
         }
+    }
+
+    #[test]
+    fn static_scales_are_needed_where_a_scheme_has_them() {
+        let layout = PageLayout::new("int8/fp8".parse().unwrap(), 128, 64, 2).unwrap();
+        let shape = AppendShape {
+            layout,
+            rotary: false,
+        };
+        let mut given = args();
+        given.sequences.pool = Pages::new(DeviceAddress::NULL, &layout, 1);
+        let refused = given.params(&shape).unwrap_err();
+        assert!(
+            matches!(
+                refused,
+                Error::MissingScales {
+                    what: "v_scales",
+                    needed: 2,
+                    ..
+                }
+            ),
+            "{refused}"
+        );
+        given.sequences.tensor_scales[1] = DeviceAddress::new(0x700);
+        let params = given.params(&shape).unwrap();
+        assert_eq!(params.v_tensor_scales, 0x700);
     }
 
     #[test]

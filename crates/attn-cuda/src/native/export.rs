@@ -1,12 +1,12 @@
 //! Rows of floats from pages, on the device: what a prefix's K and V are to a kernel that reads no pages.
 
-use attn_core::{Error, PageLayout, arithmetic::TILE, error::refuse};
+use attn_core::{Error, PageLayout, arithmetic::TILE, error::refuse, layout::Side};
 use attn_kernels::cuda::{Instance, params::ExportParams};
 
 use super::{
     dtype,
     grid::{COPY_THREADS, Grid},
-    kv::PagedSequences,
+    kv::{PagedSequences, check_scale_address},
     kv_rows::KvRows,
     op::Op,
 };
@@ -19,7 +19,7 @@ use crate::{
 /// values are those of [`convert::dequantize`](attn_core::convert::dequantize), rounded once to the rows' number format.
 ///
 /// Prepared for the pages' layout. Refused are token strides that are no multiples of 8, ranges of more than 4194000 tokens, more than 65535 sequences or KV
-/// heads, pages that overlap, and residual pages that are missing.
+/// heads, pages that overlap, and residual pages or static scales that are missing.
 ///
 /// # Safety
 /// On the device, ranges end inside their sequences, none is longer than `max_tokens`, and every page that they reach, and the residual page of each that
@@ -69,6 +69,15 @@ unsafe impl Op for ExportArgs {
         sizes::check_grid("sequences to export", self.batch, allowed)?;
         let (rows, sequences) = (&self.rows, &self.sequences);
         let tables = sequences.check(layout)?;
+        let (format, [k_scales, v_scales]) = (layout.format(), sequences.tensor_scales);
+        for (to, side, scales) in [
+            (rows.k, (Side::K, format.k), k_scales),
+            (rows.v, (Side::V, format.v), v_scales),
+        ] {
+            if !to.is_null() {
+                check_scale_address(side, scales, layout.num_kv_heads())?;
+            }
+        }
         for stride in [rows.k_token_stride, rows.v_token_stride] {
             if !stride.is_multiple_of(8) {
                 let allowed = "multiples of 8 elements: rows are written by vectors";
@@ -158,5 +167,44 @@ mod tests {
             let said = args.params(&layout).unwrap_err().to_string();
             assert!(said.contains(what), "{said}");
         }
+    }
+
+    #[test]
+    fn static_scales_are_needed_for_the_rows_that_are_asked_for() {
+        let layout = PageLayout::new("fp8".parse().unwrap(), 64, 16, 2).unwrap();
+        let (none, at) = (DeviceAddress::NULL, DeviceAddress::new(0x100));
+        let missing = |k, v, tensor_scales| {
+            let args = ExportArgs {
+                rows: KvRows {
+                    k,
+                    v,
+                    dtype: Dtype::F32,
+                    k_token_stride: 128,
+                    v_token_stride: 128,
+                },
+                sequences: PagedSequences {
+                    pool: Pages::new(none, &layout, 1),
+                    page_table: none,
+                    page_table_stride: 3,
+                    residual_pages: none,
+                    residual_slots: 0,
+                    kv_lens: none,
+                    tensor_scales,
+                },
+                row_starts: none,
+                first_tokens: none,
+                batch: 1,
+                max_tokens: 1,
+            };
+            match args.params(&layout) {
+                Ok(_) => None,
+                Err(Error::MissingScales { what, .. }) => Some(what),
+                Err(other) => panic!("{other}"),
+            }
+        };
+        assert_eq!(missing(at, at, [none, at]), Some("k_scales"));
+        assert_eq!(missing(at, at, [at, none]), Some("v_scales"));
+        assert_eq!(missing(at, none, [at, none]), None);
+        assert_eq!(missing(none, at, [none, at]), None);
     }
 }

@@ -1,6 +1,6 @@
 //! Where the K and V of a batch lie in device memory: sequences in the library's pages, and rows of other caches.
 
-use attn_core::{Error, PageLayout, error::refuse};
+use attn_core::{Error, KvFormat, PageLayout, Scheme, error::refuse, layout::Side};
 use attn_kernels::cuda::{KvLayout, params::DecodeParams};
 
 use super::pages::Pages;
@@ -99,6 +99,34 @@ impl PagedSequences {
             v_tensor_scales,
             ..DecodeParams::default()
         })
+    }
+}
+
+/// Refuses static scales that are null where the format has some: kernels would take 1.
+///
+/// # Errors
+/// [`Error::MissingScales`].
+pub(super) fn check_scale_addresses(
+    format: KvFormat,
+    [k, v]: [DeviceAddress; 2],
+    num_kv_heads: usize,
+) -> Result<(), Error> {
+    check_scale_address((Side::K, format.k), k, num_kv_heads)?;
+    check_scale_address((Side::V, format.v), v, num_kv_heads)
+}
+
+/// Refuses static scales of one side as [`check_scale_addresses`] does.
+///
+/// # Errors
+/// [`Error::MissingScales`].
+pub(super) fn check_scale_address(
+    (side, scheme): (Side, Scheme),
+    scales: DeviceAddress,
+    num_kv_heads: usize,
+) -> Result<(), Error> {
+    match scales.is_null() {
+        true => scheme.check_scale_count(side, 0, num_kv_heads),
+        false => Ok(()),
     }
 }
 
@@ -253,6 +281,14 @@ impl DeviceKv {
         }
     }
 
+    /// The static scales of K and of V; null for schemes without.
+    pub(super) fn tensor_scales(&self) -> [DeviceAddress; 2] {
+        match self {
+            DeviceKv::Paged(sequences) => sequences.tensor_scales,
+            DeviceKv::Rows(rows) | DeviceKv::PagedRows { rows, .. } => rows.tensor_scales,
+        }
+    }
+
     /// Pages that its table may name; 0 without one.
     pub(super) fn num_pages(&self) -> usize {
         match self {
@@ -390,6 +426,27 @@ mod tests {
         assert_eq!((params.k, params.residual_pages), (0x400, 0x100));
         assert_eq!(params.page_stride as usize, int4.page_bytes());
         assert_eq!(params.residual_ring, 4);
+    }
+
+    #[test]
+    fn static_scales_are_needed_by_the_side_that_has_them() {
+        let refused = |format: &str, scales: [DeviceAddress; 2]| match check_scale_addresses(
+            format.parse().unwrap(),
+            scales,
+            2,
+        ) {
+            Err(Error::MissingScales {
+                what, needed: 2, ..
+            }) => Some(what),
+            Ok(()) => None,
+            other => panic!("{other:?}"),
+        };
+        let at = DeviceAddress::new(0x700);
+        assert_eq!(refused("int8/fp8", [at, NULL]), Some("v_scales"));
+        assert_eq!(refused("int8/fp8", [NULL, at]), None);
+        assert_eq!(refused("int8-tensor", [NULL, at]), Some("k_scales"));
+        assert_eq!(refused("fp8", [at; 2]), None);
+        assert_eq!(refused("int8", [NULL; 2]), None);
     }
 
     #[test]

@@ -3,7 +3,8 @@
 mod limits;
 
 use attn_core::{
-    Error, KvFormat, PageLayout, Problem, Unsupported, arithmetic::LOG2_E, segments::num_spans,
+    Error, KvFormat, PageLayout, Problem, Unsupported, arithmetic::LOG2_E, layout::Side,
+    segments::num_spans,
 };
 
 use attn_kernels::cuda::{
@@ -19,6 +20,7 @@ use super::{
     decode_args::{DecodeArgs, SpansArgs},
     dequantize::Dequantized,
     dtype,
+    kv::check_scale_address,
     query_blocks::{Blocks, Launched, PlanKind, listed},
 };
 use crate::{device::Device, error::BACKEND, sizes};
@@ -40,6 +42,8 @@ pub struct LaunchPlan {
     /// Pages that a launch makes of the cache, and that the others attend in its place.
     pub dequantized: Option<Dequantized>,
     layout: KvLayout,
+    /// The format of the cache, also where its dequantized pages are attended.
+    format: KvFormat,
     /// The layout of a page; `None` if the cache is rows of another engine.
     pages: Option<PageLayout>,
     /// Blocks of query tokens that the host knows.
@@ -173,6 +177,7 @@ impl LaunchPlan {
             KvLayout::Rows | KvLayout::PagedRows(_) => None,
         };
         // What is attended.
+        let of_cache = format;
         let (dequantized, format, kv_layout) = match dequantized {
             Some((dequantized, format, layout)) => (Some(dequantized), format, layout),
             None => (None, format, layout),
@@ -231,6 +236,7 @@ impl LaunchPlan {
             max_kv_len,
             dequantized,
             layout,
+            format: of_cache,
             pages,
             query_blocks,
             num_blocks,
@@ -345,7 +351,7 @@ impl LaunchPlan {
     ///
     /// # Errors
     /// [`Error::Parameter`] for a number that needs more than 31 bits, for K and V that do not lie as the plan has them, for pages that overlap, and for a
-    /// problem with sinks whose address is null.
+    /// problem with sinks whose address is null; [`Error::MissingScales`].
     pub fn params(&self, p: &Problem, args: &DecodeArgs) -> Result<DecodeParams, Error> {
         if p.scores.sinks.is_some() && args.sinks.is_null() {
             return Err(Error::parameter(
@@ -360,6 +366,12 @@ impl LaunchPlan {
                 format_args!("no address"),
                 "the address of the plan's query blocks on the device",
             ));
+        }
+        let [k_scales, v_scales] = args.kv.tensor_scales();
+        check_scale_address((Side::K, self.format.k), k_scales, p.num_kv_heads)?;
+        // Those of V belong to the merge of all shards.
+        if !self.leaves_spans() {
+            check_scale_address((Side::V, self.format.v), v_scales, p.num_kv_heads)?;
         }
         let kv = args.kv.decode_params(self.layout, self.pages.as_ref())?;
         Ok(DecodeParams {

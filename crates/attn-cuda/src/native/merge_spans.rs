@@ -1,11 +1,16 @@
 //! The launch that merges and finishes the states of shards' spans. Tokens sharded over GPUs have the bits of one GPU so.
 
-use attn_core::{Error, KvFormat, error::refuse, layout::HEAD_DIMS};
+use attn_core::{
+    Error, KvFormat,
+    error::refuse,
+    layout::{HEAD_DIMS, Side},
+};
 use attn_kernels::cuda::{Instance, params::MergeSpansParams};
 
 use super::{
     dtype::{self, Dtype},
     grid::Grid,
+    kv::check_scale_address,
     op::Op,
 };
 use crate::{handles::DeviceAddress, sizes};
@@ -13,7 +18,7 @@ use crate::{handles::DeviceAddress, sizes};
 /// The merge of the states of all shards' spans, in the order of their tokens, such as an all-gather gives, of each row's sink, and its end: the bits of
 /// [`SpanStates::finish`](attn_core::SpanStates::finish), which for integer formats are those of one device over all tokens.
 ///
-/// Prepared for a format and a head_dim that the library has. Refused are heads or rows that do not fit each other.
+/// Prepared for a format and a head_dim that the library has. Refused are heads or rows that do not fit each other, and scales of V that are missing.
 ///
 /// # Safety
 /// `out` and `lse` overlap no state; the states are those of launches of [`CudaBackend::attend_spans_on`](crate::CudaBackend::attend_spans_on), or of the CPU.
@@ -62,7 +67,7 @@ unsafe impl Op for MergeSpansArgs {
         Ok(vec![Instance::MergeSpans { format, head_dim }])
     }
 
-    fn params(&self, _: &Self::Shape) -> Result<MergeSpansParams, Error> {
+    fn params(&self, (format, _): &Self::Shape) -> Result<MergeSpansParams, Error> {
         let (heads, kv_heads) = (self.num_q_heads, self.num_kv_heads);
         if kv_heads == 0 || heads == 0 || !heads.is_multiple_of(kv_heads) {
             let given = format_args!("{heads}/{kv_heads}");
@@ -74,6 +79,7 @@ unsafe impl Op for MergeSpansArgs {
             let allowed = "whole query tokens, and no more than rows_apart";
             return refuse("rows", given, allowed);
         }
+        check_scale_address((Side::V, format.v), self.v_tensor_scales, kv_heads)?;
         Ok(MergeSpansParams {
             max_sums: self.max_sums.get(),
             o: self.o.get(),
@@ -159,5 +165,42 @@ mod tests {
                 "{refused}"
             );
         }
+    }
+
+    #[test]
+    fn static_scales_of_v_are_needed_and_those_of_k_are_not() {
+        let params = |format: &str, v_tensor_scales| {
+            let args = MergeSpansArgs {
+                max_sums: DeviceAddress::NULL,
+                o: DeviceAddress::NULL,
+                states: 1,
+                rows_apart: 8,
+                rows: 8,
+                num_q_heads: 8,
+                num_kv_heads: 2,
+                out: DeviceAddress::NULL,
+                dtype: Dtype::F32,
+                lse: DeviceAddress::NULL,
+                sinks: DeviceAddress::NULL,
+                v_tensor_scales,
+            };
+            let params = args.params(&(format.parse().unwrap(), 128));
+            params.map(|params| params.v_tensor_scales)
+        };
+        let (none, some) = (DeviceAddress::NULL, DeviceAddress::new(0x100));
+        let refused = params("int8/fp8", none).unwrap_err();
+        assert!(
+            matches!(
+                refused,
+                Error::MissingScales {
+                    what: "v_scales",
+                    needed: 2,
+                    ..
+                }
+            ),
+            "{refused}"
+        );
+        assert_eq!(params("int8/fp8", some).unwrap(), 0x100);
+        assert_eq!(params("fp8/int8", none).unwrap(), 0);
     }
 }

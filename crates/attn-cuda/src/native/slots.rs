@@ -10,7 +10,7 @@ use super::{
     append::{AppendShape, append_grid},
     check::Checked,
     grid::Grid,
-    kv::check_residual_pages,
+    kv::{check_residual_pages, check_scale_addresses},
     kv_rows::KvRows,
     op::Op,
     pages::Pages,
@@ -21,7 +21,7 @@ use crate::{handles::DeviceAddress, sizes};
 /// An append in which every token brings its place, as engines with a `slot_mapping` have it: any number of tokens of any sequences, with padding. The
 /// bytes are those of [`AppendArgs`](super::AppendArgs).
 ///
-/// Refused are slots that are null, pages that overlap, residual pages that are missing, and rotary positions with a `rotary_dim`, an address or strides that
+/// Refused are slots that are null, pages that overlap, residual pages or static scales that are missing, and rotary positions with a `rotary_dim`, an address or strides that
 /// are not allowed.
 ///
 /// # Safety
@@ -70,6 +70,8 @@ unsafe impl Op for SlotAppendArgs {
         let layout = &shape.layout;
         self.pool.check(layout.page_bytes())?;
         check_residual_pages(layout, self.residual_pages)?;
+        let heads = layout.num_kv_heads();
+        check_scale_addresses(layout.format(), self.tensor_scales, heads)?;
         let [k_tensor_scales, v_tensor_scales] = self.tensor_scales.map(DeviceAddress::get);
         let positions = PositionsFrom::Caller;
         let rotary = shape.rotary_params(self.rotary.as_ref(), self.tokens, positions)?;
@@ -149,6 +151,31 @@ mod tests {
             tokens: 9,
             rotary,
         }
+    }
+
+    #[test]
+    fn static_scales_are_needed_where_a_scheme_has_them() {
+        let shape = AppendShape {
+            layout: PageLayout::new("fp8".parse().unwrap(), 128, 64, 2).unwrap(),
+            rotary: false,
+        };
+        let mut given = args(None);
+        given.pool = Pages::new(given.pool.at, &shape.layout, 1);
+        let refused = given.params(&shape).unwrap_err();
+        assert!(
+            matches!(
+                refused,
+                Error::MissingScales {
+                    what: "k_scales",
+                    ..
+                }
+            ),
+            "{refused}"
+        );
+        given.tensor_scales = [0x700, 0x800].map(DeviceAddress::new);
+        let params = given.params(&shape).unwrap();
+        let scales = (params.k_tensor_scales, params.v_tensor_scales);
+        assert_eq!(scales, (0x700, 0x800));
     }
 
     #[test]

@@ -186,7 +186,9 @@ impl Pair<'_> {
 }
 
 fn layers(gpu: &CudaBackend, format: KvFormat) -> Result<()> {
-    let config = CacheConfig::builder(format, HEADS).layers(LAYERS);
+    let config = CacheConfig::builder(format, HEADS)
+        .unit_tensor_scales()
+        .layers(LAYERS);
     let config = config.sequences(3).max_len(400).build();
     let cpu = CpuBackend::new();
     let there = gpu.create_cache(&config)?;

@@ -24,10 +24,11 @@ pub struct PagedKv {
 }
 
 impl PagedKv {
-    /// Creates an empty cache for `sequences` of up to `max_len` tokens each, of which up to `chunk` come at once.
+    /// Creates an empty cache for `sequences` of up to `max_len` tokens each, of which up to `chunk` come at once. `fp8` has scale 1, as files of models
+    /// bring no scales of K and V: a number's exponent reaches the magnitudes of a model, and larger ones than 448 saturate.
     ///
     /// # Errors
-    /// Those of [`DecodeAttention::create_cache`], [`attn::Error::OutOfMemory`] among them.
+    /// Those of [`DecodeAttention::create_cache`]: [`attn::Error::OutOfMemory`] among them, and [`attn::Error::MissingScales`] for `int8-tensor`.
     pub fn new(
         backend: Arc<dyn DecodeAttention>,
         model: &ModelConfig,
@@ -36,14 +37,20 @@ impl PagedKv {
         max_len: usize,
         chunk: usize,
     ) -> Result<Self, Error> {
-        let config = CacheConfig::builder(format, model.heads)
+        let mut config = CacheConfig::builder(format, model.heads)
             .layers(model.windows.len())
             .sequences(sequences)
             .max_len(max_len)
-            .max_q_len(chunk)
-            .build();
+            .max_q_len(chunk);
+        // Whole numbers at scale 1 are no approximation of K and V, so that static scales of integers stay missing, and are refused.
+        if [format.k, format.v]
+            .iter()
+            .all(|scheme| !scheme.is_integer() || !scheme.has_tensor_scale())
+        {
+            config = config.unit_tensor_scales();
+        }
         Ok(PagedKv {
-            cache: backend.create_cache(&config)?,
+            cache: backend.create_cache(&config.build())?,
             backend,
             windows: model.windows.clone(),
             config: model.clone(),

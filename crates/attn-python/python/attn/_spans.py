@@ -58,13 +58,13 @@ def merge_spans(
             the sinks and scales of its own.
         kv_heads: KV heads of these heads.
         sinks: a number for each head.
-        v_scales: static scales of the KV heads, for `"fp8"` and `"int8-tensor"`; ones if not given.
+        v_scales: static scales of the KV heads, which `"fp8"` and `"int8-tensor"` need, and no other format takes.
 
     Returns:
         The results `[query tokens, heads, dim]`, and log-sum-exps `[query tokens, heads]`, float32, of o's library.
 
     Raises:
-        ShapeError, ParameterError; NumberError for numbers that no state has.
+        ShapeError; ParameterError, for scales that are missing, too; NumberError for numbers that no state has.
 
     >>> import numpy, attn
     >>> first, last = (attn.Cache(heads=1, dim=64, max_tokens=1024, device="cpu") for _ in range(2))

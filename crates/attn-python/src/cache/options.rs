@@ -90,15 +90,7 @@ impl CacheOptions {
         if let Some(pages) = self.pages {
             builder = builder.pages(pages);
         }
-        let scales = |given: Option<Vec<f32>>, is_static: bool| match given {
-            None if is_static => Err(errors::parameter(format!(
-                "scales are missing: {format} stores numbers as multiples of static scales, so k_scales and v_scales give one for each KV head of K and of V \
-                 that is static: the largest magnitude to come, divided by 448 for fp8 and by 127 for int8-tensor"
-            ))),
-            given => Ok(given.unwrap_or_default()),
-        };
-        let k = scales(self.k_scales, format.k.has_tensor_scale())?;
-        let v = scales(self.v_scales, format.v.has_tensor_scale())?;
+        let [k, v] = [self.k_scales, self.v_scales].map(Option::unwrap_or_default);
         Ok(builder.tensor_scales(k, v).build())
     }
 }

@@ -62,11 +62,7 @@ pub fn merge_spans(py: Python<'_>, format: &str, arrays: HostMerge<'_>) -> PyRes
     problem.scores.sinks = arrays.sinks;
     py.detach(|| {
         problem.check()?;
-        let scales = match format.v.has_tensor_scale() {
-            true => problem.num_kv_heads,
-            false => 0,
-        };
-        let v_scales = arrays.v_scales.unwrap_or_else(|| vec![1.0; scales]);
+        let v_scales = arrays.v_scales.unwrap_or_default();
         let all = SpanStates::new(problem.rows(), dim, max_sums, o)?;
         SpanStates::finish(&[all], &problem, format, &v_scales, (out, lse))
     })

@@ -3,6 +3,7 @@
 use attn::{
     Int8Scale, Scheme, Window,
     backends::cuda::native::{DeviceAddress, DeviceKv, DeviceRows, PagedSequences, Pages},
+    layout::Side,
 };
 use pyo3::{prelude::*, types::PyCapsule};
 
@@ -42,16 +43,10 @@ impl Plan {
         &self,
         [k, v]: [&Option<Bound<'_, PyCapsule>>; 2],
     ) -> PyResult<[DeviceAddress; 2]> {
-        let needed = |has: bool| {
-            let heads = if has { self.layout.num_kv_heads() } else { 0 };
-            (Dtype::F32, 4 * heads)
-        };
-        let format = self.layout.format();
+        let (format, heads) = (self.layout.format(), self.layout.num_kv_heads());
         Ok([
-            self.gpu
-                .list("k_scales", k.as_ref(), needed(format.k.has_tensor_scale()))?,
-            self.gpu
-                .list("v_scales", v.as_ref(), needed(format.v.has_tensor_scale()))?,
+            self.gpu.scales((Side::K, format.k), k.as_ref(), heads)?,
+            self.gpu.scales((Side::V, format.v), v.as_ref(), heads)?,
         ])
     }
 

@@ -162,6 +162,7 @@ fn recorded_appends_and_steps_have_the_references_bytes(backend: &WgpuBackend) {
                 dim: DIM,
             },
         )
+        .unit_tensor_scales()
         .sequences(2)
         .max_len(300)
         .build();
@@ -222,7 +223,10 @@ fn recorded_layers_are_those_of_the_hosts_writes(backend: &WgpuBackend) {
         dim: DIM,
     };
     for format in [KvFormat::INT8, KvFormat::INT4] {
-        let config = CacheConfig::builder(format, heads).layers(2).sequences(2);
+        let config = CacheConfig::builder(format, heads)
+            .unit_tensor_scales()
+            .layers(2)
+            .sequences(2);
         let config = config.max_len(200).build();
         let [mut host, mut recorded] = [(); 2].map(|()| backend.create_cache(&config).unwrap());
         for counts in [[130, 3], [1, 62]] {

@@ -370,8 +370,18 @@ fn a_configuration_that_is_asked_for_is_taken() {
     );
     let got = got.unwrap();
     assert_eq!(got.config, config);
-    // What was weighed is told: all three kernels cover the shape, two with an estimate.
-    let us: Vec<_> = got.candidates.iter().map(|c| c.us.is_some()).collect();
-    assert_eq!(us, [true, true, false]);
+    // What was weighed is told: two kernels cover eight rows, each with an estimate, and a third 48 rows, which has none.
+    let weighed = |selected: &Selected| -> Vec<_> {
+        let all = selected.candidates.iter();
+        all.map(|c| (c.config.kernel, c.us.is_some())).collect()
+    };
+    let split_kv = (Kernel::SplitKv, true);
+    assert_eq!(weighed(&got), [split_kv, (Kernel::LowLatencyCluster, true)]);
     assert_eq!(got.candidates[0].config, config);
+    let (layout, auto) = (KvLayout::Pages(64), Preferences::default());
+    let problem = step([48, 1, 128], vec![8192; 32]);
+    let many = select(&problem, KvFormat::INT8, layout, LIMITS, &auto).unwrap();
+    assert_eq!(weighed(&many)[..1], [split_kv]);
+    assert_eq!(weighed(&many).last(), Some(&(many.config.kernel, false)));
+    assert!(many.config.kernel.is_many_rows());
 }

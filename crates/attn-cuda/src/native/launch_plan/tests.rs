@@ -11,6 +11,15 @@ fn limits() -> DeviceLimits {
 }
 
 fn plan(heads: usize, kv_lens: Vec<usize>) -> (Problem, Result<LaunchPlan, Error>) {
+    plan_of(PlanKind::Known, KvFormat::INT8, heads, kv_lens)
+}
+
+fn plan_of(
+    kind: PlanKind,
+    format: KvFormat,
+    heads: usize,
+    kv_lens: Vec<usize>,
+) -> (Problem, Result<LaunchPlan, Error>) {
     let problem = Problem::new(
         Heads {
             q: 4 * heads,
@@ -21,11 +30,11 @@ fn plan(heads: usize, kv_lens: Vec<usize>) -> (Problem, Result<LaunchPlan, Error
     );
     let preferences = Preferences::default();
     let plan = LaunchPlan::new(
-        PlanKind::Known,
+        kind,
         limits(),
         &preferences,
         &problem,
-        KvFormat::INT8,
+        format,
         KvLayout::Pages(64),
     );
     (problem, plan)
@@ -243,6 +252,33 @@ fn args(page_table_stride: usize) -> DecodeArgs {
         tensor_scales: [DeviceAddress::NULL; 2],
     });
     DecodeArgs::new(null, null, super::super::Dtype::F32, kv, null)
+}
+
+#[test]
+fn static_scales_are_needed_but_for_those_of_v_in_a_shard() {
+    let format: KvFormat = "int8-tensor".parse().unwrap();
+    let (none, at) = (DeviceAddress::NULL, DeviceAddress::new(0x100));
+    let page = PageLayout::new(format, 128, 64, 2).unwrap();
+    for (kind, of_v) in [(PlanKind::Known, Some("v_scales")), (PlanKind::Spans, None)] {
+        let (problem, plan) = plan_of(kind, format, 2, vec![700]);
+        let plan = plan.unwrap();
+        for (tensor_scales, missing) in [
+            ([none, at], Some("k_scales")),
+            ([at, none], of_v),
+            ([at, at], None),
+        ] {
+            let mut args = args(11);
+            if let DeviceKv::Paged(sequences) = &mut args.kv {
+                (sequences.pool, sequences.tensor_scales) =
+                    (Pages::new(none, &page, 1), tensor_scales);
+            }
+            match plan.params(&problem, &args) {
+                Ok(_) => assert_eq!(missing, None),
+                Err(Error::MissingScales { what, .. }) => assert_eq!(missing, Some(what)),
+                Err(other) => panic!("{other}"),
+            }
+        }
+    }
 }
 
 #[test]

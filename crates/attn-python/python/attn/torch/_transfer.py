@@ -53,10 +53,13 @@ def merge_spans(
         kv_heads: KV heads of these heads.
         dtype: that of the results, which are rounded once; float32 if not given.
         sinks: float32 `[heads]`, on the same device.
-        v_scales: float32 `[kv_heads]` on the same device, for `"fp8"` and `"int8-tensor"` alone; ones if not given.
+        v_scales: float32 `[kv_heads]` on the same device, which `"fp8"` and `"int8-tensor"` need, and no other format takes.
 
     Returns:
         The results `[query tokens, heads, dim]`, and float32 log-sum-exps `[query tokens, heads]`.
+
+    Raises:
+        ParameterError for scales that are missing; ShapeError, NumberError, UnsupportedError.
     """
     if not o.is_cuda:
         out, lse = _merge_on_host(format, max_sums, o, kv_heads=kv_heads, sinks=sinks, v_scales=v_scales)
@@ -69,10 +72,6 @@ def merge_spans(
     with torch.cuda.device(o.device):
         if key not in _MERGES:
             _MERGES[key] = _attn.NativeMergeSpans(str(format), o.shape[3], f"cuda:{o.device.index}")
-        if v_scales is not None and not _MERGES[key].has_scale:
-            raise ParameterError(f"v_scales are given, but {format} has none")
-        if v_scales is None and _MERGES[key].has_scale:
-            v_scales = torch.ones(kv_heads, dtype=torch.float32, device=o.device)
         out = torch.empty(o.shape[1:], dtype=dtype or torch.float32, device=o.device)
         lse = torch.empty(o.shape[1:3], dtype=torch.float32, device=o.device)
         arrays = _arguments(max_sums=max_sums, o=o, out=out, lse=lse, sinks=sinks, v_scales=v_scales, kv_heads=kv_heads)
