@@ -12,7 +12,10 @@
 #include <stdint.h>
 
 // Version of this interface's types and functions. A program and the library that it runs with have the same.
-#define ATTN_ABI_VERSION 1
+#define ATTN_ABI_VERSION 2
+
+// attn_cache_stats.saturated of a cache whose numbers are not counted: rows in device memory were appended to it.
+#define ATTN_NOT_COUNTED UINT64_MAX
 
 // A flag of attn_modifiers: query tokens see all cached tokens, also those behind them.
 #define ATTN_NOT_CAUSAL 1
@@ -157,7 +160,7 @@ typedef struct attn_cache_config {
   size_t q_heads;
 } attn_cache_config;
 
-// The state of a cache's pool.
+// The state of a cache's pool, and what has become of the numbers in it.
 typedef struct attn_cache_stats {
   // Bytes of a page, in each layer's pool.
   size_t page_bytes;
@@ -165,6 +168,9 @@ typedef struct attn_cache_stats {
   size_t pages;
   // Pages that no sequence has.
   size_t free_pages;
+  // fp8, int8-tensor and f16: numbers that were appended so far and stored as the end of the format's range, being larger than static scales
+  // (f16: than 65504) allow; ATTN_NOT_COUNTED where that is not known. 0 for other formats.
+  uint64_t saturated;
 } attn_cache_stats;
 
 // Another engine's cache: pages of rows of bf16, f16, fp8 (e4m3) or int8, such as [pages][tokens][kv_heads][head_dim] and

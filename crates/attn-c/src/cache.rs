@@ -45,7 +45,10 @@ pub struct CacheConfig {
     pub q_heads: usize,
 }
 
-/// The state of a cache's pool.
+/// attn_cache_stats.saturated of a cache whose numbers are not counted: rows in device memory were appended to it.
+pub const ATTN_NOT_COUNTED: u64 = u64::MAX;
+
+/// The state of a cache's pool, and what has become of the numbers in it.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct CacheStats {
@@ -55,6 +58,9 @@ pub struct CacheStats {
     pub pages: usize,
     /// Pages that no sequence has.
     pub free_pages: usize,
+    /// fp8, int8-tensor and f16: numbers that were appended so far and stored as the end of the format's range, being larger than static scales
+    /// (f16: than 65504) allow; ATTN_NOT_COUNTED where that is not known. 0 for other formats.
+    pub saturated: u64,
 }
 
 /// Tokens for a sequence.
@@ -260,6 +266,7 @@ pub unsafe extern "C" fn attn_cache_get_stats(
             page_bytes: session.layout().page_bytes(),
             pages: session.config().num_pages,
             free_pages: session.free_pages(),
+            saturated: session.saturated().unwrap_or(ATTN_NOT_COUNTED),
         };
         Ok(())
     };

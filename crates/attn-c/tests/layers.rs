@@ -43,6 +43,7 @@ fn stats(handles: &Handles) -> CacheStats {
         page_bytes: 0,
         pages: 0,
         free_pages: 0,
+        saturated: ATTN_NOT_COUNTED,
     };
     // SAFETY: as above.
     let status = unsafe { attn_cache_get_stats(handles.cache, &mut stats) };
@@ -186,6 +187,22 @@ fn scales_are_those_of_each_layer() {
         said(alone.attend(&[0], PLAIN, &rows(&q, &mut b)));
         assert_eq!(a, b, "layer {layer}");
     }
+}
+
+#[test]
+fn numbers_beyond_the_range_of_static_scales_are_counted() {
+    let scales = [0.001, 1.0];
+    let handles = Handles::of(&CacheConfig {
+        format: c"fp8".as_ptr(),
+        k_scales: scales.as_ptr(),
+        v_scales: scales.as_ptr(),
+        ..config()
+    });
+    assert_eq!(stats(&handles).saturated, 0);
+    // Of both heads' numbers those of the first are beyond 0.464.
+    let x = vec![0.5; ROW];
+    said(handles.append(&[one(0, 1)], &tokens(&x, &x)));
+    assert_eq!(stats(&handles).saturated, ROW as u64);
 }
 
 #[test]

@@ -16,6 +16,7 @@ mod image;
 mod layer;
 mod page_table;
 mod reserve;
+mod saturation;
 mod sequences;
 mod store;
 mod transfer;
@@ -30,6 +31,7 @@ pub use store::{CacheAccess, PageStore, TokenWrite};
 pub use writes::{check_pages, check_writes, tokens_of};
 
 use reserve::OpenStep;
+use saturation::Saturation;
 
 use crate::{
     cache_config::CacheConfig,
@@ -69,6 +71,7 @@ pub struct KvCache {
     pages: PageAllocator,
     store: Box<dyn PageStore>,
     step: Option<OpenStep>,
+    saturation: Saturation,
 }
 
 impl KvCache {
@@ -118,6 +121,7 @@ impl KvCache {
             config,
             store,
             step: None,
+            saturation: Saturation::default(),
         })
     }
 

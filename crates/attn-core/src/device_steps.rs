@@ -94,7 +94,7 @@ impl KvCache {
         let admitted = self.admit_append(appends)?;
         steps.check_write(kv)?;
         steps.order_store()?;
-        self.append_admitted(admitted, |store, writes| {
+        self.append_admitted(admitted, None, |store, writes| {
             steps.write(&CacheAccess::here()?, store, 0, writes, kv)
         })
     }
@@ -125,7 +125,7 @@ impl KvCache {
     ) -> Result<(), Error> {
         let kv = self.device_tokens(self.tokens_to_write(layer)?, [k, v])?;
         steps.check_write(kv)?;
-        self.write_in_span(layer, |store, writes| {
+        self.write_in_span(layer, None, |store, writes| {
             steps.write(&CacheAccess::here()?, store, layer, writes, kv)
         })
     }

@@ -1,7 +1,7 @@
 //! Events and spans for subscribers of [`tracing`](https://docs.rs/tracing): their targets and fields.
 //!
 //! Without a subscriber all is silent, and a call costs a load and a comparison. Events are at level `debug`, but for the choice of a backend, which is
-//! at `info`; steps have spans at level `trace` alone. Targets, messages and fields are part of the interface; more may come.
+//! at `info`, and for numbers that saturate, at `warn`; steps have spans at level `trace` alone. Targets, messages and fields are part of the interface; more may come.
 //!
 //! | target | message | fields |
 //! |---|---|---|
@@ -9,6 +9,7 @@
 //! | | `refused`: absent, or a program on the CPU that was not named | `backend`, `reason` |
 //! | [`KERNEL`] | `loaded`: at the first step or plan that needs it | `backend`, `kernel`, `arch`, `origin` (`embedded`, `cached`, `compiled`), `ms` |
 //! | [`CACHE`] | `pool allocated`, `pool grown` | `pages`, `bytes` of all pages in all layers, `format`, `sequences` |
+//! | | `saturated`, at `warn`: the first numbers beyond the range of the cache's format were stored as its end ([`KvCache::saturated`](crate::KvCache::saturated)) | `values`, `layer`, `format`, `advice` |
 //! | | `pages short`: a call was refused with [`Error::CacheFull`](crate::Error::CacheFull) | `needed`, `free`, `total` |
 //! | [`PLAN`] | `prepared`: each plan that is made; [`Recent`](crate::Recent) ones that serve again are not | `backend`, `format`, `sequences`, `query_tokens`, `longest` |
 //! | [`STEP`] | spans `append`, of a layer's write too, and `attend`, at `trace` | `sequences`, `tokens`; `backend`, `sequences`, `query_tokens` |
@@ -52,6 +53,12 @@ pub(crate) fn pool(what: &str, config: &CacheConfig, page_bytes: usize) {
     let bytes = pages.saturating_mul(page_bytes);
     let (bytes, format) = (bytes.saturating_mul(config.layers), config.format);
     tracing::debug!(target: CACHE, pages, bytes, %format, sequences, "pool {what}");
+}
+
+/// The first numbers of a cache that saturate.
+pub(crate) fn saturated(values: u64, layer: usize, format: KvFormat) {
+    let advice = format.saturation_notice(values);
+    tracing::warn!(target: CACHE, values, layer, %format, advice, "saturated");
 }
 
 /// A call needs more pages than are free.

@@ -199,6 +199,27 @@ impl Scheme {
         }
     }
 
+    /// The largest magnitude that is stored as the code nearest to it, with a static scale where the scheme has one: larger numbers saturate, which
+    /// is to be stored as the largest code. `f32::MAX` for schemes without such an end, whose scales follow the numbers or whose exponents
+    /// reach them.
+    ///
+    /// f16 scales end at 65504, so that numbers beyond 8·10^6 saturate in a scheme that has them, too; this is no such end, as it is one of a row.
+    #[must_use]
+    pub fn range(self, tensor_scale: f32) -> f32 {
+        // Halfway from the largest code to the one that would come next. Such a tie goes to the even one of them: 448, but 128 and 65536.
+        let (halfway, ties_to_largest) = match self {
+            Scheme::Fp8E4m3 => (464.0 * f64::from(tensor_scale), true),
+            Scheme::Int8(Int8Scale::Tensor) => (127.5 * f64::from(tensor_scale), false),
+            Scheme::F16 => (65520.0, false),
+            _ => return f32::MAX,
+        };
+        let nearest = halfway as f32;
+        match f64::from(nearest) {
+            x if x < halfway || (x == halfway && ties_to_largest) => nearest,
+            _ => nearest.next_down(),
+        }
+    }
+
     /// Refuses head_dims that the scheme does not define.
     ///
     /// # Errors

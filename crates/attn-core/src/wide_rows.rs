@@ -260,25 +260,51 @@ impl PackedRows<'_> {
     }
 }
 
-/// Refuses NaN, infinity, and magnitudes beyond what `scheme` takes.
+/// Refuses NaN, infinity, and magnitudes beyond what `scheme` takes; counts the numbers that saturate ([`Scheme::range`]). `tensor_scales` are the heads'
+/// static scales, empty for schemes without.
 pub(crate) fn check_values(
     what: &'static str,
     rows: WideRows<'_>,
     scheme: Scheme,
-) -> Result<(), Error> {
+    tensor_scales: &[f32],
+) -> Result<u64, Error> {
     let limit = scheme.max_magnitude();
-    // NaN is beyond any limit.
-    let Some((at, value)) = first_of(rows, |v| !(v.abs() <= limit)) else {
-        return Ok(());
+    let range_of = |head: usize| {
+        let scale = tensor_scales.get(head).copied().unwrap_or(1.0);
+        scheme.range(scale).min(limit)
     };
-    check_finite_rows(what, rows)?;
-    Err(Error::Magnitude {
-        what,
-        at,
-        value,
-        scheme,
-        limit,
-    })
+    let [tokens, heads, _] = rows.shape();
+    let least = match tensor_scales {
+        [] => range_of(0),
+        scales => (0..scales.len()).map(range_of).fold(limit, f32::min),
+    };
+    // NaN is beyond any limit.
+    let beyond = |most: f32| move |v: f32| !(v.abs() <= most);
+    // What nearly all rows are: within the range of every head.
+    if first_of(rows, beyond(least)).is_none() {
+        return Ok(0);
+    }
+    let mut saturated = 0;
+    for token in 0..tokens {
+        for head in 0..heads {
+            let (row, range) = (rows.row(token, head), range_of(head));
+            if first(row, beyond(range)).is_none() {
+                continue;
+            }
+            if let Some(dim) = first(row, beyond(limit)) {
+                check_finite_rows(what, rows)?;
+                return Err(Error::Magnitude {
+                    what,
+                    at: ElementIndex::Row { token, head, dim },
+                    value: row[dim],
+                    scheme,
+                    limit,
+                });
+            }
+            saturated += row.iter().filter(|v| v.abs() > range).count() as u64;
+        }
+    }
+    Ok(saturated)
 }
 
 /// The first number of rows that `is_bad`, and its place among them.

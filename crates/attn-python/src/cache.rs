@@ -3,13 +3,20 @@
 mod options;
 mod spans;
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::{
+    ffi::CString,
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicBool, Ordering},
+    },
+};
 
 use attn::{
     Append, AttendRows, CacheConfig, Device, Error, SequenceImage, Session, SpanRows, Window,
     process,
 };
 use pyo3::{
+    exceptions::PyRuntimeWarning,
     prelude::*,
     types::{PyBytes, PyCapsule},
 };
@@ -25,6 +32,8 @@ pub struct Cache {
     session: Mutex<Session>,
     device: Arc<Device>,
     config: CacheConfig,
+    /// Whether the first numbers that saturate have been told.
+    has_warned: AtomicBool,
 }
 
 impl Cache {
@@ -42,6 +51,27 @@ impl Cache {
         work: impl FnOnce(&mut Session) -> Result<T, Error> + Send,
     ) -> PyResult<T> {
         py.detach(|| work(&mut *self.lock()?)).map_err(errors::of)
+    }
+
+    /// Warns once of numbers that were stored as the end of the format's range. The tokens are in the cache, also where a filter makes an exception
+    /// of the warning.
+    fn warn_of_saturation(&self, py: Python<'_>) -> PyResult<()> {
+        if self.has_warned.load(Ordering::Relaxed) {
+            return Ok(());
+        }
+        let saturated = self.with(py, |session| Ok(session.saturated()))?;
+        let Some(values @ 1..) = saturated else {
+            return Ok(());
+        };
+        if self.has_warned.swap(true, Ordering::Relaxed) {
+            return Ok(());
+        }
+        let notice = self.config.format.saturation_notice(values);
+        let text = CString::new(format!(
+            "attn.Cache: {notice}; stats().saturated counts them"
+        ))?;
+        // The caller of the Python method that has called this one.
+        PyErr::warn(py, &py.get_type::<PyRuntimeWarning>(), &text, 2)
     }
 }
 
@@ -63,6 +93,7 @@ impl Cache {
             session: Mutex::new(session.map_err(errors::of)?),
             device,
             config,
+            has_warned: AtomicBool::new(false),
         })
     }
 
@@ -88,7 +119,8 @@ impl Cache {
         );
         let appends = appends(&sequences, &tokens)?;
         let (k, v) = (k.rows()?, v.rows()?);
-        self.with(py, |session| session.append(&appends, k, v))
+        self.with(py, |session| session.append(&appends, k, v))?;
+        self.warn_of_saturation(py)
     }
 
     /// Begins a step of all layers: takes its pages, and counts its tokens.
@@ -112,7 +144,8 @@ impl Cache {
             Array::to_read("v", v, stream)?,
         );
         let (k, v) = (k.rows()?, v.rows()?);
-        self.with(py, |session| session.write(layer, k, v))
+        self.with(py, |session| session.write(layer, k, v))?;
+        self.warn_of_saturation(py)
     }
 
     fn cancel_step(&self, py: Python<'_>) -> PyResult<()> {
@@ -224,6 +257,11 @@ impl Cache {
         self.with(py, |session| session.pages_needed(&appends))
     }
 
+    /// Numbers that were stored as the end of the format's range; none where they are not counted.
+    fn saturated(&self, py: Python<'_>) -> PyResult<Option<u64>> {
+        self.with(py, |session| Ok(session.saturated()))
+    }
+
     fn lens(&self, py: Python<'_>) -> PyResult<Vec<usize>> {
         self.with(py, |session| Ok(session.table().lens.clone()))
     }
@@ -283,6 +321,7 @@ impl Cache {
             session: Mutex::new(session),
             device: self.device.clone(),
             config,
+            has_warned: AtomicBool::new(self.has_warned.load(Ordering::Relaxed)),
         })
     }
 

@@ -10,6 +10,7 @@ import re
 import select
 import signal
 import threading
+import warnings
 
 import attn
 import numpy
@@ -318,6 +319,37 @@ def test_a_cache_is_copied_whole_and_not_pickled(rng):
     layers.reserve([0], [1])
     with pytest.raises(attn.ShapeError, match="step"):
         copy.deepcopy(layers)
+
+
+def test_numbers_beyond_the_range_of_a_format_are_counted_and_told_once():
+    ones = numpy.ones((3, 2, 64), "f")
+    cache = attn.Cache("fp8/int8", heads=2, dim=64, max_tokens=64, layers=2, k_scales=[0.01, 1.0], device="cpu")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        cache.reserve([0], [3])
+        for layer in range(2):
+            cache.write(layer, 4 * ones, 1e6 * ones)
+    assert cache.stats().saturated == 0
+    cache.reserve([0], [3])
+    # The first head of K ends at 4.48, and its numbers are told where they are written.
+    with pytest.warns(RuntimeWarning, match="attn.Cache: 192 numbers of K or V beyond the range of fp8/int8.*raise k_scales") as told:
+        cache.write(1, 5 * ones, ones)
+    assert len(told) == 1 and told[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        cache.write(0, 5 * ones, ones)
+        copied = copy.deepcopy(cache)
+        copied.reserve([0], [3])
+        copied.write(0, 5 * ones, ones)
+    assert cache.stats().saturated == 2 * 192 and copied.stats().saturated == 3 * 192
+    assert cache.stats() == dataclasses.replace(copied.stats(), saturated=384, tokens=6)
+    # A warning that a filter makes an error leaves the tokens where they are.
+    f16 = attn.Cache("f16", heads=2, dim=64, max_tokens=64, device="cpu")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(RuntimeWarning, match="384 numbers.*f16 stored as its end; take a format"):
+            f16.append(65520 * ones, ones)
+    assert f16.lens == [3] and f16.stats().saturated == 384
 
 
 def test_pages_run_out_without_a_trace(rng):

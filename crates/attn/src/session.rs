@@ -314,6 +314,13 @@ impl Session {
         self.cache.free_pages()
     }
 
+    /// Numbers that were stored as the end of the format's range; `None` where they are not counted, as those of rows on a device.
+    /// [`KvCache::saturated`] says it all.
+    #[must_use]
+    pub fn saturated(&self) -> Option<u64> {
+        self.cache.saturated()
+    }
+
     /// The appends of the step that [`Session::reserve`] began, until its last layer is written.
     #[must_use]
     pub fn open_step(&self) -> Option<&[Append]> {

@@ -87,3 +87,43 @@ fn plans_that_serve_again_are_not_told() {
     // At the first step, and where the sequence outgrows the plan.
     assert_eq!(plans, ["64", "128", "192"]);
 }
+
+#[test]
+fn the_first_numbers_that_saturate_are_told_once_for_each_cache() {
+    let backend = attn::open(BackendId::Cpu).unwrap();
+    let heads = Heads {
+        q: 1,
+        kv: 1,
+        dim: 64,
+    };
+    let builder = attn::CacheConfig::builder("fp8".parse().unwrap(), heads).max_len(64);
+    let config = builder.tensor_scales([0.01], [0.01]).build();
+    let mut session = Session::new(backend.into(), &config).unwrap();
+    let one = Append {
+        sequence: 0,
+        tokens: 1,
+    };
+    let mut append = |x: f32| {
+        let (said, done) = told(Level::WARN, || session.append(&[one], &[x; 64], &[1.0; 64]));
+        done.unwrap();
+        (said, session.saturated())
+    };
+    assert_eq!(append(4.48), (vec![], Some(0)));
+    let (said, saturated) = append(4.7);
+    assert_eq!((said.len(), saturated), (1, Some(64)), "{said:?}");
+    assert_eq!(
+        (&*said[0].target, &*said[0].message),
+        (events::CACHE, "saturated")
+    );
+    assert_eq!(said[0].level, Level::WARN);
+    let field = |name| said[0].field(name).unwrap();
+    assert_eq!(
+        [field("values"), field("layer"), field("format")],
+        ["64", "0", "fp8"]
+    );
+    assert!(
+        field("advice").contains("raise k_scales or v_scales"),
+        "{said:?}"
+    );
+    assert_eq!(append(1e9), (vec![], Some(128)));
+}

@@ -136,8 +136,13 @@ fn there_mut(tokens: usize, heads: usize, dim: usize) -> RowsMut<'static> {
 }
 
 fn session(layers: usize) -> (Session, Log) {
+    session_of(KvFormat::INT8, layers)
+}
+
+fn session_of(format: KvFormat, layers: usize) -> (Session, Log) {
     let log = Log::default();
-    let config = CacheConfig::builder(KvFormat::INT8, HEADS)
+    let config = CacheConfig::builder(format, HEADS)
+        .unit_tensor_scales()
         .layers(layers)
         .sequences(3)
         .max_len(128)
@@ -297,6 +302,22 @@ fn rows_of_a_call_that_lie_apart_or_do_not_fit_change_nothing() {
             "{refused:?}"
         );
     }
+}
+
+#[test]
+fn numbers_on_a_device_are_not_counted_where_they_can_saturate() {
+    for (format, counted) in [("fp8", None), ("int8", Some(0))] {
+        let (mut session, _) = session_of(format.parse().unwrap(), 1);
+        session.append(&one(0), &[500.0; 64], &[2.0; 64]).unwrap();
+        let here = if counted.is_none() { 64 } else { 0 };
+        assert_eq!(session.saturated(), Some(here), "{format}");
+        session.append(&one(0), there(1, 1), there(1, 1)).unwrap();
+        assert_eq!(session.saturated(), counted, "{format}");
+    }
+    let (mut session, _) = session_of("f16".parse().unwrap(), 2);
+    session.reserve(&one(0)).unwrap();
+    session.write(1, there(1, 1), there(1, 1)).unwrap();
+    assert_eq!(session.saturated(), None);
 }
 
 #[test]

@@ -6,6 +6,7 @@ use super::{CacheAccess, KvCache, PageStore, TokenWrite};
 use crate::{
     error::Error,
     events,
+    format::KvFormat,
     problem::MAX_TOKENS,
     row_layout::Layout,
     rows::Rows,
@@ -96,8 +97,8 @@ impl KvCache {
     ) -> Result<(), Error> {
         let rows = self.shaped_rows(Append::total(appends), k.into(), v.into())?;
         let admitted = self.admit_append(appends)?;
-        let [k, v] = self.checked_values(rows)?;
-        self.append_admitted(admitted, |store, writes| {
+        let ([k, v], saturated) = self.checked_values(0, rows)?;
+        self.append_admitted(admitted, Some(saturated), |store, writes| {
             store.append(&CacheAccess::here()?, 0, writes, k.rows(), v.rows())
         })
     }
@@ -114,15 +115,18 @@ impl KvCache {
         Ok([(k, in_k), (v, in_v)])
     }
 
-    /// K and V in f32, of values that the format takes.
+    /// K and V of a layer in f32, of values that the format takes, and how many of these saturate.
     pub(super) fn checked_values<'a>(
         &self,
+        layer: usize,
         [(k, in_k), (v, in_v)]: ShapedRows<'a>,
-    ) -> Result<[Widened<'a>; 2], Error> {
+    ) -> Result<([Widened<'a>; 2], u64), Error> {
         let (k, v) = (k.widened(in_k, "K in f32")?, v.widened(in_v, "V in f32")?);
-        check_values("k", k.rows(), self.config.format.k)?;
-        check_values("v", v.rows(), self.config.format.v)?;
-        Ok([k, v])
+        let KvFormat { k: of_k, v: of_v } = self.config.format;
+        let [k_scales, v_scales] = self.config.tensor_scales(layer);
+        let saturated = check_values("k", k.rows(), of_k, k_scales)?
+            + check_values("v", v.rows(), of_v, v_scales)?;
+        Ok(([k, v], saturated))
     }
 
     /// Free pages that an append of these takes: it has room where [`KvCache::free_pages`] is at least that.
@@ -148,7 +152,7 @@ impl KvCache {
         write: impl FnOnce(&dyn PageStore, &[TokenWrite]) -> Result<(), Error>,
     ) -> Result<(), Error> {
         let admitted = self.admit_append(appends)?;
-        self.append_admitted(admitted, |store, writes| write(store, writes))
+        self.append_admitted(admitted, None, |store, writes| write(store, writes))
     }
 
     /// Refuses an append to a cache of several layers, and what [`KvCache::admit`] refuses.
@@ -163,10 +167,11 @@ impl KvCache {
         self.admit("an append", appends)
     }
 
-    /// Reserves pages and writes, or changes nothing; a device that fails twice leaves the step open.
+    /// Reserves pages and writes, or changes nothing; a device that fails twice leaves the step open. `saturated` as for [`KvCache::write_layer`].
     pub(crate) fn append_admitted(
         &mut self,
         admitted: Admitted<'_>,
+        saturated: Option<u64>,
         write: impl FnOnce(&mut dyn PageStore, &[TokenWrite]) -> Result<(), Error>,
     ) -> Result<(), Error> {
         if admitted.tokens == 0 {
@@ -174,7 +179,7 @@ impl KvCache {
         }
         let _step = events::append(admitted.appends.len(), admitted.tokens);
         self.open_step_of(admitted)?;
-        let written = self.write_layer(0, write);
+        let written = self.write_layer(0, saturated, write);
         written.map_err(|error| self.undo_step(error))
     }
 

@@ -42,6 +42,7 @@ impl KvCache {
         }
         self.table = other.table.clone();
         self.pages = other.pages.clone();
+        self.saturation = other.saturation;
         Ok(())
     }
 

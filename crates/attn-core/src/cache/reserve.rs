@@ -128,8 +128,8 @@ impl KvCache {
     ) -> Result<(), Error> {
         let tokens = self.tokens_to_write(layer)?;
         let rows = self.shaped_rows(tokens, k.into(), v.into())?;
-        let [k, v] = self.checked_values(rows)?;
-        self.write_in_span(layer, |store, writes| {
+        let ([k, v], saturated) = self.checked_values(layer, rows)?;
+        self.write_in_span(layer, Some(saturated), |store, writes| {
             store.append(&CacheAccess::here()?, layer, writes, k.rows(), v.rows())
         })
     }
@@ -145,7 +145,7 @@ impl KvCache {
         write: impl FnOnce(&dyn PageStore, &[TokenWrite]) -> Result<(), Error>,
     ) -> Result<(), Error> {
         self.check_unwritten(layer)?;
-        self.write_in_span(layer, |store, writes| write(store, writes))
+        self.write_in_span(layer, None, |store, writes| write(store, writes))
     }
 
     /// The tokens of the open step, of which [`KvCache::write`] takes the layer's K and V.
@@ -241,9 +241,11 @@ impl KvCache {
         }
     }
 
+    /// [`KvCache::write_layer`] as a span for subscribers.
     pub(crate) fn write_in_span(
         &mut self,
         layer: usize,
+        saturated: Option<u64>,
         write: impl FnOnce(&mut dyn PageStore, &[TokenWrite]) -> Result<(), Error>,
     ) -> Result<(), Error> {
         let (sequences, tokens) = self
@@ -251,13 +253,14 @@ impl KvCache {
             .as_ref()
             .map_or((0, 0), |step| (step.appends.len(), step.tokens));
         let _step = events::append(sequences, tokens);
-        self.write_layer(layer, write)
+        self.write_layer(layer, saturated, write)
     }
 
-    /// Writes the open step's tokens to a layer; the last layer ends the step.
+    /// Writes the open step's tokens to a layer; the last layer ends the step. `saturated` of their numbers do, if the host has seen them.
     pub(super) fn write_layer(
         &mut self,
         layer: usize,
+        saturated: Option<u64>,
         write: impl FnOnce(&mut dyn PageStore, &[TokenWrite]) -> Result<(), Error>,
     ) -> Result<(), Error> {
         let Some(step) = &mut self.step else {
@@ -266,6 +269,7 @@ impl KvCache {
         if !step.writes.is_empty() {
             process::check()?;
             write(&mut *self.store, &step.writes)?;
+            self.saturation.count(layer, &self.config, saturated);
         }
         step.written[layer] = true;
         if step.written.iter().all(|written| *written) {

@@ -27,6 +27,10 @@ class CacheStats:
     """Tokens of all sequences; those of a shared prefix count for each."""
     layers: int = 1
     """Layers, each with a pool of its own."""
+    saturated: Optional[int] = 0
+    """Numbers of K and V that were appended so far and stored as the end of the format's range, being larger: `"fp8"` and `"int8-tensor"` end where their
+    scales do, `"f16"` at 65504. 0 for other formats; None where it is not known, since arrays on a device were appended. The first such number gives a
+    `RuntimeWarning`, one for each cache."""
 
     @property
     def pool_bytes(self) -> int:
@@ -86,7 +90,7 @@ class Cache:
         page_size: tokens of a page: 16, 32, 64 or 128.
         max_q_len: most query tokens of a sequence in a step, for formats with a window (`"int4"`, `"int8/int4"`); others take any number.
         k_scales, v_scales: static scales, one for each head, or for each layer and head, which `"fp8"` and `"int8-tensor"` need: the largest magnitude to
-            come, divided by 448 or by 127. Larger numbers saturate.
+            come, divided by 448 or by 127. Larger numbers saturate, and are counted: `stats()`.
 
     `copy.copy` and `copy.deepcopy` give a cache of its own with the same sequences. A cache can be neither pickled nor used in a process that was forked
     from the one that made it: start that one with multiprocessing's "spawn", and send sequences by `save`.
@@ -176,9 +180,9 @@ class Cache:
         return self._cache.first_tokens()
 
     def stats(self) -> CacheStats:
-        """Pages, bytes and tokens."""
+        """Pages, bytes, tokens, and numbers that have saturated."""
         own = self._cache
-        return CacheStats(own.num_pages(), own.free_pages(), own.page_bytes, sum(self.lens), self.layers)
+        return CacheStats(own.num_pages(), own.free_pages(), own.page_bytes, sum(self.lens), self.layers, own.saturated())
 
     def _layer(self, layer: Optional[int]) -> int:
         if layer is None and self.layers != 1:
@@ -495,7 +499,7 @@ class Cache:
         return self.__copy__()
 
     def __reduce__(self) -> Any:
-        raise UnsupportedError("a cache cannot be pickled, since its pages lie in the memory of its device; save(sequence) gives what can be pickled, and restore takes it")
+        raise UnsupportedError("a cache cannot be pickled, since its pages lie in the memory of its device; save(sequence) gives what can be pickled, and restore takes it; in one process copy.deepcopy makes another cache")
 
     def __repr__(self) -> str:
         o = self._options
