@@ -162,6 +162,30 @@ fn norms_of_heads_biases_and_an_output_of_its_own_are_as_the_file_has_them() {
     }
 }
 
+#[test]
+fn gguf_files_without_an_output_have_tied_embeddings_in_every_architecture() {
+    let files = Files::new();
+    let output = Random::new(6).vector(VOCAB * HIDDEN, 0.4);
+    for (architecture, is_interleaved) in [("llama", true), ("qwen2", false), ("qwen3", false)] {
+        let settings = Settings {
+            is_interleaved,
+            ..Settings::new()
+        };
+        let tied = weights_of(architecture);
+        assert!(!tied.contains_key("output.weight"));
+        let path = files.write("tied.gguf", metadata_of(architecture, &[]));
+        let error = error_of(&path, &tied, &settings);
+        assert!(error < 1e-5, "{architecture}: {error:e}");
+        let mut untied = tied;
+        untied.insert(
+            "output.weight".to_owned(),
+            (vec![VOCAB, HIDDEN], output.clone()),
+        );
+        let error = error_of(&path, &untied, &settings);
+        assert!(error > 0.1, "{architecture}, another output: {error:e}");
+    }
+}
+
 /// The metadata of another architecture, and more.
 fn metadata_of(architecture: &str, more: &[(&str, gguf_file::Value)]) -> Vec<u8> {
     let rename = |key: &str| key.replacen("qwen3", architecture, 1);

@@ -16,7 +16,9 @@ pub(super) enum Output {
     Tied,
     /// It is a matrix of its own.
     Own,
-    /// It is a matrix of its own where the file has one, else the embeddings.
+    /// It is a matrix of its own where the file has one, else the embeddings. So are GGUF files, which have no key for it: llama.cpp takes
+    /// `token_embd.weight` where `output.weight` is missing, for all architectures that are read here (`load_arch_tensors` of
+    /// `llama`, `qwen2` and `qwen3` in its `src/models`).
     Either,
 }
 
