@@ -1,6 +1,8 @@
 """Tokens sharded over ranks: processes on the CPU, over gloo, and on GPUs, over NCCL."""
 
+import copy
 import multiprocessing
+import pickle
 
 import attn
 import pytest
@@ -311,7 +313,7 @@ def test_what_one_rank_refuses_all_refuse(tmp_path):
             "rank 1, whose tokens begin at 1024",
             "rank 1, whose tokens begin at 1024",
         ]
-        assert all("residuals from token" in said for said in first[format])
+        assert all("keeps residuals" in said for said in first[format])
 
 
 def test_a_group_is_needed():
@@ -319,3 +321,40 @@ def test_a_group_is_needed():
 
     with pytest.raises(attn.UnsupportedError, match="init_process_group"):
         ContextParallelCache(heads=HEADS, dim=DIM, max_tokens=64, device="cpu")
+
+
+def test_a_cache_over_ranks_is_copied_whole_and_not_pickled():
+    from attn.distributed import ContextParallelCache
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        k, v, q = (x[:70] for x in _tokens())
+        # A group that is named can be neither copied nor pickled itself.
+        for group in (None, dist.group.WORLD):
+            cache = ContextParallelCache("int8", group=group, **_options("int8"))
+            cache.append(k, v)
+            for copied in (copy.deepcopy(cache), copy.copy(cache)):
+                copied.append(k[:5], v[:5])
+                assert cache.lens == [70, 0, 0] and copied.lens == [75, 0, 0]
+                assert torch.equal(copied.attend(q[:1], causal=False), _straight(k, v, q))
+            with pytest.raises(attn.UnsupportedError, match="over ranks cannot be pickled"):
+                pickle.dumps(cache)
+    finally:
+        dist.destroy_process_group()
+
+
+def _straight(k, v, q):
+    """The first query's result over the tokens and five more."""
+    cache = attn.Cache("int8", **_options("int8"))
+    cache.append(torch.cat([k, k[:5]]), torch.cat([v, v[:5]]))
+    return cache.attend(q[:1], causal=False)
+
+
+def test_a_plan_is_refused_to_whatever_copies_it():
+    import attn.torch
+
+    # As one that a GPU has made, but for the GPU.
+    plan = attn.torch.Plan.__new__(attn.torch.Plan)
+    for copies in (pickle.dumps, copy.copy, copy.deepcopy):
+        with pytest.raises(attn.UnsupportedError, match="neither copied nor pickled"):
+            copies(plan)

@@ -1,6 +1,7 @@
 """A forward pass is one step for all layers of a quantized cache, over the K and V that each layer gave it; what is not is refused by name."""
 
 import copy
+import pickle
 import warnings
 
 import attn
@@ -272,6 +273,17 @@ def test_a_deep_copy_goes_on_alone():
     wanted = ours(ids[:, 300:], **given(prefix)).logits
     assert hold(copied, 300) and hold(prefix, 330)
     assert torch.equal(ours(ids[:, 300:], **given(copied)).logits, wanted)
+
+
+def test_a_cache_is_pickled_while_it_is_empty_and_refused_with_tokens():
+    config, _, ours = pair("llama")
+    ids = prompt(1, 40)
+    wanted = ours(ids, **given(QuantizedCache(config, "int4"))).logits
+    loaded = pickle.loads(pickle.dumps(QuantizedCache(config, "int4")))
+    assert torch.equal(ours(ids, **given(loaded)).logits, wanted)
+    with pytest.raises(attn.UnsupportedError, match="cannot be pickled.*copy.deepcopy makes another"):
+        pickle.dumps(loaded)
+    assert hold(loaded, 40) and hold(copy.deepcopy(loaded), 40)
 
 
 @pytest.mark.parametrize("format", ["int8-tensor", "fp8"])

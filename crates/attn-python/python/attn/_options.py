@@ -10,7 +10,7 @@ from typing import Any, List, Optional
 from ._errors import ParameterError
 
 
-def _refusal(what: str, x: Any, allowed: str) -> ParameterError:
+def refusal(what: str, x: Any, allowed: str) -> ParameterError:
     """The error for an argument, which is shown as far as it is short."""
     try:
         shown = repr(x)
@@ -33,11 +33,11 @@ def count(what: str, x: Any, least: int = 0) -> int:
         plain = _plain(x)
         n = None if isinstance(plain, bool) else index(plain)
     except Exception as error:
-        raise _refusal(what, x, allowed) from error
+        raise refusal(what, x, allowed) from error
     if n is None or n < least:
-        raise _refusal(what, x, allowed)
+        raise refusal(what, x, allowed)
     if n >= 1 << 63:
-        raise _refusal(what, x, "less than 2^63")
+        raise refusal(what, x, "less than 2^63")
     return n
 
 
@@ -51,7 +51,7 @@ def _items(what: str, x: Any, allowed: str) -> List[Any]:
         len(items)
         return list(items)
     except Exception as error:
-        raise _refusal(what, x, allowed) from error
+        raise refusal(what, x, allowed) from error
 
 
 def counts(what: str, x: Any, least: int = 0) -> List[int]:
@@ -64,7 +64,7 @@ def one_or_more(what: str, x: Any) -> List[int]:
     try:
         is_list = hasattr(_plain(x), "__len__")
     except Exception as error:
-        raise _refusal(what, x, "a whole number, or a list of them") from error
+        raise refusal(what, x, "a whole number, or a list of them") from error
     return counts(what, x) if is_list else [count(what, x)]
 
 
@@ -81,7 +81,7 @@ def number(what: str, x: Any) -> float:
             raise TypeError("no number")
         return float(plain)
     except Exception as error:
-        raise _refusal(what, x, "a number") from error
+        raise refusal(what, x, "a number") from error
 
 
 def optional_number(what: str, x: Any) -> Optional[float]:
@@ -98,7 +98,7 @@ def numbers(what: str, x: Any) -> Optional[List[float]]:
     try:
         return [number(what, value) for values in of_layers for value in values]
     except ParameterError as error:
-        raise _refusal(what, x, allowed) from error
+        raise refusal(what, x, allowed) from error
 
 
 def flag(what: str, x: Any) -> bool:
@@ -106,16 +106,16 @@ def flag(what: str, x: Any) -> bool:
     try:
         plain = _plain(x)
     except Exception as error:
-        raise _refusal(what, x, "True, False") from error
+        raise refusal(what, x, "True, False") from error
     if not isinstance(plain, bool):
-        raise _refusal(what, x, "True, False")
+        raise refusal(what, x, "True, False")
     return plain
 
 
 def text(what: str, x: Any, allowed: str) -> str:
     """A name."""
     if not isinstance(x, str):
-        raise _refusal(what, x, allowed)
+        raise refusal(what, x, allowed)
     return str(x)
 
 
@@ -137,7 +137,7 @@ def is_fast(arithmetic: Any) -> bool:
     """Whether prompts may be computed by floats."""
     allowed = '"exact", "fast"'
     if text("arithmetic", arithmetic, allowed) not in ("exact", "fast"):
-        raise _refusal("arithmetic", arithmetic, allowed)
+        raise refusal("arithmetic", arithmetic, allowed)
     return arithmetic == "fast"
 
 

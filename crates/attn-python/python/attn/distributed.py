@@ -13,6 +13,7 @@ An engine with pages of its own attends its shard by `attn.torch.Plan.attend_spa
 
 from __future__ import annotations
 
+import copy
 from typing import Any, List, Optional, Sequence, Tuple, Union
 
 import torch
@@ -21,18 +22,38 @@ import torch.distributed as dist
 from . import _errors
 from ._cache import Cache
 from ._errors import AttnError, CacheFullError, NumberError, ParameterError, SequenceError, ShapeError, UnsupportedError
-from ._options import count, counts, numbers, one_or_more
+from ._options import count, counts, flag, one_or_more, refusal
 from ._spans import SPAN, spans_of, tokens_of_rank
 from .torch import merge_spans
+from .torch._tensors import floats, numbers_on
 
 __all__ = ["SPAN", "ContextParallelCache", "exchanged", "gathered", "merge_spans_over", "tokens_of_rank"]
+
+
+def _place(group: Any) -> Tuple[int, int]:
+    """This process's rank in a group, and the number of ranks."""
+    if not (dist.is_available() and dist.is_initialized()):
+        raise UnsupportedError("torch.distributed has no group; call torch.distributed.init_process_group first")
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        raise refusal("group", group, "a group of torch.distributed that this process belongs to, or None for all processes")
+    return dist.get_rank(group), dist.get_world_size(group)
+
+
+def _parts(parts: Any) -> List[torch.Tensor]:
+    if not isinstance(parts, (list, tuple)) or not parts:
+        raise refusal("parts", parts, "float32 tensors, in a list")
+    parts = [floats("a part", part) for part in parts]
+    for part in parts:
+        if part.dtype != torch.float32:
+            raise ParameterError(f"a part is of {part.dtype}; allowed: torch.float32")
+    return parts
 
 
 def gathered(parts: Sequence[torch.Tensor], group: Any = None) -> List[torch.Tensor]:
     """What all ranks have, by one collective: each of these float32 tensors, which have the same shape on every rank, with the ranks in their order as
     a new first dim.
     """
-    ranks = dist.get_world_size(group)
+    (_, ranks), parts = _place(group), _parts(parts)
     own = torch.cat([part.reshape(-1) for part in parts])
     everyone = own.new_empty(ranks * own.numel())
     dist.all_gather_into_tensor(everyone, own, group=group)
@@ -44,7 +65,7 @@ def exchanged(parts: Sequence[torch.Tensor], group: Any = None) -> List[torch.Te
     """What all ranks have of this rank's heads, by one collective: each of these float32 tensors `[…, heads, n]`, which have the same shape on every rank,
     with the ranks in their order as a new first dim, and of the heads the rank's equal share, in their order.
     """
-    ranks = dist.get_world_size(group)
+    (_, ranks), parts = _place(group), _parts(parts)
     for part in parts:
         if part.dim() < 2 or part.shape[-2] % ranks:
             raise ShapeError(f"a tensor has the shape {list(part.shape)}; needed: [..., heads, n], with heads for {ranks} ranks")
@@ -81,10 +102,17 @@ def merge_spans_over(
     Returns:
         The results and log-sum-exps of all heads, or of the rank's own: for integer formats the bits of one device over all tokens.
     """
+    (rank, ranks), own_heads, kv_heads = _place(group), flag("own_heads", own_heads), count("kv_heads", kv_heads, 1)
+    for what, x in (("max_sums", max_sums), ("o", o)):
+        if floats(what, x).dim() != 4:
+            raise ShapeError(f"{what} has the shape {list(x.shape)}; needed: [spans, query tokens, heads, 2 or dim]")
     if own_heads:
-        rank, ranks = dist.get_rank(group), dist.get_world_size(group)
         if kv_heads % ranks:
             raise ShapeError(f"kv_heads is {kv_heads}; needed: as many for each of {ranks} ranks, for own_heads=True")
+        sinks, v_scales = (numbers_on(what, x, o.device) for what, x in (("sinks", sinks), ("v_scales", v_scales)))
+        for what, x, heads in (("sinks", sinks, o.shape[2]), ("v_scales", v_scales, kv_heads)):
+            if x is not None and x.numel() != heads:
+                raise ShapeError(f"{what} has {x.numel()} numbers; needed: {heads}, one for each head of all ranks")
         kv_heads //= ranks
         sinks, v_scales = (None if x is None else x.chunk(ranks)[rank] for x in (sinks, v_scales))
     max_sums, o = (x.flatten(0, 1).contiguous() for x in (exchanged if own_heads else gathered)((max_sums, o), group))
@@ -112,19 +140,17 @@ class ContextParallelCache:
     def __init__(
         self, format: str = "int8", *, heads: int, dim: int, max_tokens: int, sequences: int = 1, share: Optional[int] = None, group: Any = None, **options: Any
     ) -> None:
-        if not (dist.is_available() and dist.is_initialized()):
-            raise UnsupportedError("torch.distributed has no group; call torch.distributed.init_process_group first")
-        if options.get("layers", 1) != 1 or "pages" in options:
+        self._group, (self.rank, self.ranks) = group, _place(group)
+        if count("layers", options.get("layers", 1)) != 1 or "pages" in options:
             raise ParameterError("layers and pages are those of attn.Cache; a ContextParallelCache has one layer, and pages for max_tokens")
-        self._group, self.rank, self.ranks = group, dist.get_rank(group), dist.get_world_size(group)
         max_tokens = count("max_tokens", max_tokens)
         self.share = tokens_of_rank(max_tokens, self.ranks) if share is None else count("share", share)
         if self.share % SPAN:
             raise ParameterError(f"share is {share}; allowed: multiples of {SPAN}, a span of the arithmetic")
-        self._room, self._lens = max_tokens, [0] * count("sequences", sequences)
+        self.cache = Cache(format, heads=heads, dim=dim, sequences=sequences, max_tokens=self._of_rank(max_tokens), **options)
+        self._room, self._lens = max_tokens, [0] * self.cache.sequences
         # The newest tokens of each sequence that can be queries on every rank, whatever residuals it has.
         self._newest = [0] * len(self._lens)
-        self.cache = Cache(format, heads=heads, dim=dim, sequences=sequences, max_tokens=self._of_rank(max_tokens), **options)
 
     @property
     def lens(self) -> List[int]:
@@ -138,7 +164,7 @@ class ContextParallelCache:
         return own if rank == self.ranks - 1 else min(own, self.share)
 
     def _batch(self, what: str, rows: torch.Tensor, sequences: Any, tokens_name: str, tokens: Any) -> Tuple[List[int], List[int]]:
-        if not isinstance(rows, torch.Tensor) or rows.dim() != 3:
+        if floats(what, rows).dim() != 3:
             raise ShapeError(f"{what} is no tensor [tokens, heads, dim]")
         each = [rows.shape[0]] if tokens is None else counts(tokens_name, tokens)
         sequences = list(range(len(each))) if sequences is None else one_or_more("sequences", sequences)
@@ -164,7 +190,7 @@ class ContextParallelCache:
         sequences, each = self._batch("k", k, sequences, "tokens", tokens)
         # A rank that refused its own rows alone would have other lengths than the rest.
         for what, rows in (("k", k), ("v", v)):
-            if not isinstance(rows, torch.Tensor) or rows.shape != (k.shape[0], self.cache.heads, self.cache.dim):
+            if floats(what, rows).shape != (k.shape[0], self.cache.heads, self.cache.dim):
                 raise ShapeError(f"{what} is no tensor [{k.shape[0]}, {self.cache.heads}, {self.cache.dim}]")
             if not rows.is_cuda and not torch.isfinite(rows).all():
                 raise NumberError(f"{what} has NaN or infinity; only finite numbers can be attended to: look for the layer that made it")
@@ -227,6 +253,7 @@ class ContextParallelCache:
             tokens, whatever the shards; of others they do on CPUs.
         """
         sequences, q_lens = self._batch("q", q, sequences, "q_lens", q_lens)
+        return_lse = flag("return_lse", return_lse)
         lens = [self._lens[sequence] for sequence in sequences]
         refusal, states = None, ()
         try:
@@ -250,10 +277,7 @@ class ContextParallelCache:
             self._agree(refusal)
         if refusal is not None:
             raise refusal
-        sinks, v_scales = (
-            None if x is None else torch.tensor(x, dtype=torch.float32, device=q.device)
-            for x in (numbers("sinks", sinks), self.cache._options.v_scales)
-        )
+        sinks, v_scales = (numbers_on(what, x, q.device) for what, x in (("sinks", sinks), ("v_scales", self.cache._options.v_scales)))
         out, lse = merge_spans_over(
             self.cache.format, *states, self._group, kv_heads=self.cache.heads, dtype=q.dtype, sinks=sinks, v_scales=v_scales
         )
@@ -296,3 +320,15 @@ class ContextParallelCache:
         """Empties a sequence."""
         self.cache.free(self._check(sequence))
         self._lens[sequence] = self._newest[sequence] = 0
+
+    def __copy__(self) -> "ContextParallelCache":
+        """A cache of its own with the same sequences, over the same ranks."""
+        made = object.__new__(type(self))
+        made.__dict__.update(self.__dict__, cache=copy.copy(self.cache), _lens=list(self._lens), _newest=list(self._newest))
+        return made
+
+    def __deepcopy__(self, memo: Any) -> "ContextParallelCache":
+        return self.__copy__()
+
+    def __reduce__(self) -> Any:
+        raise UnsupportedError("a cache over ranks cannot be pickled, since its pages and its group are of this process; make one on each rank, and append its tokens")

@@ -12,7 +12,7 @@ import torch
 from .. import _attn
 from .._arrays import torch_capsule
 from .._errors import ParameterError, ShapeError, UnsupportedError
-from .._options import Modifiers, count, counts, flag, format_name, numbers
+from .._options import Modifiers, count, counts, flag, format_name, numbers, refusal
 
 
 @dataclass
@@ -105,18 +105,6 @@ class Plan:
         k_scales: Any = None,
         v_scales: Any = None,
     ) -> None:
-        if not hasattr(_attn, "NativePlan"):
-            raise UnsupportedError('this build of the package leaves CUDA out, which `pip install ./crates/attn-python` has; attn.Cache works on the CPU')
-        if not torch.cuda.is_available():
-            raise UnsupportedError("torch sees no CUDA device; attn.Cache works on the CPU")
-        try:
-            device = torch.device("cuda" if device is None else device)
-        except (RuntimeError, TypeError) as error:
-            raise ParameterError(f"device is {device!r}; allowed: a CUDA device, such as \"cuda:1\"") from error
-        if device.type != "cuda":
-            raise ParameterError(f"device is {device}; allowed: a CUDA device; attn.Cache works on the CPU")
-        index = torch.cuda.current_device() if device.index is None else device.index
-        self.device = torch.device("cuda", index)
         options = _arguments(
             format=format_name(format),
             heads=count("heads", heads, 1),
@@ -133,6 +121,19 @@ class Plan:
         )
         if options.spans and (options.rows or options.ragged):
             raise ParameterError("spans=True with rows=True or ragged=True; a plan for shards is of the library's pages, and knows its q_lens")
+        k_scales, v_scales = numbers("k_scales", k_scales), numbers("v_scales", v_scales)
+        if not hasattr(_attn, "NativePlan"):
+            raise UnsupportedError('this build of the package leaves CUDA out, which `pip install ./crates/attn-python` has; attn.Cache works on the CPU')
+        if not torch.cuda.is_available():
+            raise UnsupportedError("torch sees no CUDA device; attn.Cache works on the CPU")
+        try:
+            device = torch.device("cuda" if device is None else device)
+        except Exception as error:
+            raise refusal("device", device, 'a CUDA device, such as "cuda:1"') from error
+        if device.type != "cuda":
+            raise ParameterError(f"device is {device}; allowed: a CUDA device; attn.Cache works on the CPU")
+        index = torch.cuda.current_device() if device.index is None else device.index
+        self.device = torch.device("cuda", index)
         self._options = options
         with torch.cuda.device(self.device):
             self._plan = _attn.NativePlan(options, f"cuda:{index}")
@@ -144,10 +145,13 @@ class Plan:
             self._slopes = None if options.modifiers.alibi_slopes is None else self._bytes(slopes).view(torch.float32)
             self._sinks, self._k_scales, self._v_scales = (
                 None if x is None else torch.tensor(x, dtype=torch.float32, device=self.device)
-                for x in (options.modifiers.sinks, numbers("k_scales", k_scales), numbers("v_scales", v_scales))
+                for x in (options.modifiers.sinks, k_scales, v_scales)
             )
         self.number = next(_NUMBERS)
         _PLANS[self.number] = self
+
+    def __reduce__(self) -> Any:
+        raise UnsupportedError("a plan can be neither copied nor pickled, since its kernels and its workspace are the GPU's; make another one by the same arguments")
 
     def _bytes(self, data: bytes) -> Optional[torch.Tensor]:
         return torch.tensor(bytearray(data), dtype=torch.uint8, device=self.device) if data else None

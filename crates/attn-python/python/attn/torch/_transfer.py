@@ -8,8 +8,9 @@ import torch
 
 from .. import _attn
 from .._errors import ParameterError, ShapeError, UnsupportedError
-from .._options import count
+from .._options import count, format_name
 from .._spans import merge_spans as _merge_on_host
+from ._tensors import float_type, floats, numbers_on
 from ._plan import _arguments, _capsule
 
 # Their kernels, by the GPU's index.
@@ -28,6 +29,7 @@ def merge(outs: torch.Tensor, lses: torch.Tensor) -> Tuple[torch.Tensor, torch.T
     Returns:
         The results, of `outs`' type, and their log-sum-exps. The same inputs give the same bits; they are not those of one device over all tokens.
     """
+    outs, lses = floats("outs", outs), floats("lses", lses)
     if outs.dim() != 4 or lses.shape != outs.shape[:3]:
         raise ShapeError(f"outs has the shape {list(outs.shape)}, and lses {list(lses.shape)}; needed: [shards, query tokens, heads, dim] and its first three dims")
     return torch.ops.attn.merge(outs, lses)
@@ -61,18 +63,20 @@ def merge_spans(
     Raises:
         ParameterError for scales that are missing; ShapeError, NumberError, UnsupportedError.
     """
+    max_sums, o, dtype = floats("max_sums", max_sums), floats("o", o), float_type("dtype", dtype)
     if not o.is_cuda:
         out, lse = _merge_on_host(format, max_sums, o, kv_heads=kv_heads, sinks=sinks, v_scales=v_scales)
-        return out.to(dtype or torch.float32), lse
+        return out.to(dtype), lse
     if not hasattr(_attn, "NativeMergeSpans"):
         raise UnsupportedError('this build of the package leaves CUDA out, which `pip install ./crates/attn-python` has; copy the states to the CPU')
     if o.dim() != 4 or max_sums.shape != (*o.shape[:3], 2):
         raise ShapeError(f"o has the shape {list(o.shape)}, and max_sums {list(max_sums.shape)}; needed: [states, query tokens, heads, dim] and [..., 2]")
-    kv_heads, key = count("kv_heads", kv_heads, 1), (o.device.index, str(format), o.shape[3])
+    kv_heads, key = count("kv_heads", kv_heads, 1), (o.device.index, format_name(format), o.shape[3])
+    sinks, v_scales = numbers_on("sinks", sinks, o.device), numbers_on("v_scales", v_scales, o.device)
     with torch.cuda.device(o.device):
         if key not in _MERGES:
-            _MERGES[key] = _attn.NativeMergeSpans(str(format), o.shape[3], f"cuda:{o.device.index}")
-        out = torch.empty(o.shape[1:], dtype=dtype or torch.float32, device=o.device)
+            _MERGES[key] = _attn.NativeMergeSpans(key[1], o.shape[3], f"cuda:{o.device.index}")
+        out = torch.empty(o.shape[1:], dtype=dtype, device=o.device)
         lse = torch.empty(o.shape[1:3], dtype=torch.float32, device=o.device)
         arrays = _arguments(max_sums=max_sums, o=o, out=out, lse=lse, sinks=sinks, v_scales=v_scales, kv_heads=kv_heads)
         _MERGES[key].merge(arrays, torch.cuda.current_stream().cuda_stream)
