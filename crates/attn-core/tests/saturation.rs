@@ -86,7 +86,11 @@ fn values(tokens: usize, seed: usize) -> Vec<f32> {
     let value = |i: usize| {
         let random = (i * 2_654_435_761 + seed * 40_503) % 1_000_003;
         let x = random as f32 / 250_000.0 - 2.0;
-        if random % 97 == 0 { 40_000.0 * x } else { x }
+        if random.is_multiple_of(97) {
+            40_000.0 * x
+        } else {
+            x
+        }
     };
     (0..tokens * ROW).map(value).collect()
 }
