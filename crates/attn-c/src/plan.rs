@@ -149,7 +149,8 @@ pub unsafe extern "C" fn attn_plan_create(
         // SAFETY: this function's contract.
         let scores = unsafe { given.modifiers.scores(given.q_heads) }?;
         let problem = problem.scores(scores);
-        let mut pages = CacheConfig::builder(format, heads);
+        // Launches are given static scales with their pages.
+        let mut pages = CacheConfig::builder(format, heads).unit_tensor_scales();
         if given.page_size > 0 {
             pages = pages.page_size(given.page_size);
         }

@@ -15,6 +15,7 @@ use crate::{
     gpu::CudaBackend,
     memory::CallRows,
     native::{DeviceAddress, NativePlan, PlanKind, Stream, prepare},
+    store::CudaPages,
 };
 
 /// What the calls over one [`KvCache`] keep: their memory on the device, and the plans of the latest problems.
@@ -41,6 +42,14 @@ impl CudaSteps {
             plans: Recent::new(KEPT_PLANS),
             memory: memory.map_err(failed("making an event"))?,
         })
+    }
+
+    /// Refuses pages of another layout than those of the cache that the calls were prepared for.
+    fn check_layout(&self, store: &CudaPages) -> Result<(), Error> {
+        match store.layout() == self.layout {
+            true => Ok(()),
+            false => Err(FOREIGN_CACHE),
+        }
     }
 
     /// The rows of a call on this GPU.
@@ -135,6 +144,7 @@ impl DeviceSteps for CudaSteps {
         let stream = call.stream();
         // Another's store can lead to this one, and have more pages.
         let store = self.gpu.own_store(store)?;
+        self.check_layout(store)?;
         let slots = store.slots(layer, writes, kv.map(|rows| rows.shape()))?;
         self.gpu.device.bind()?;
         // SAFETY: the stream is one of `CudaMemory`s, whose makers have promised that it is alive and of the device's context, which is current.
@@ -157,9 +167,7 @@ impl DeviceSteps for CudaSteps {
         let (rows, stream) = self.rows(attended, &q, &results)?;
         let layer = sequences.layer();
         let store = self.gpu.store_of(layer)?;
-        if store.layout() != self.layout {
-            return Err(FOREIGN_CACHE);
-        }
+        self.check_layout(store)?;
         let kv = AttentionKv::of_layer(store, layer, sequences.table(), problem)?;
         let _step = events::attend(BACKEND, problem);
         self.gpu.device.bind()?;

@@ -66,8 +66,10 @@ impl Plan {
         let lens = vec![options.max_kv_len; options.q_lens.len()];
         let problem = Problem::new(heads, lens).q_lens(options.q_lens);
         let problem = problem.scores(options.modifiers.into());
+        // Launches are given static scales with their pages.
         let config = CacheConfig::builder(format, heads)
             .page_size(options.page_size)
+            .unit_tensor_scales()
             .build();
         let prepare = || {
             let layout = config.layout()?;
