@@ -3,13 +3,15 @@
 //! `docs/errors.md` shows every one of them as users read it.
 
 mod given;
-
-use std::fmt;
+mod truncate_limit;
+mod unsupported;
 
 use crate::format::{KvFormat, Scheme};
 use given::Count;
 pub(crate) use given::Many;
 pub use given::{ElementIndex, Given};
+pub use truncate_limit::TruncateLimit;
+pub use unsupported::Unsupported;
 
 /// The reason why a call was refused. The cache and the outputs are unchanged, but for [`Error::StepLeftOpen`] and where [`Error::Device`] is said to
 /// change them.
@@ -416,24 +418,6 @@ fn needed_scales(needed: usize) -> String {
     }
 }
 
-/// What stands against a shorter sequence ([`Error::Truncate`]).
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum TruncateLimit {
-    /// Tokens in front were dropped ([`KvCache::drop_before`](crate::KvCache::drop_before)).
-    Dropped,
-    /// The tokens that come next would read residuals that the cache no longer has; formats with a window keep those of the newest tokens alone.
-    Residuals,
-}
-
-impl fmt::Display for TruncateLimit {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            TruncateLimit::Dropped => "the tokens in front were dropped",
-            TruncateLimit::Residuals => "the format keeps residuals of the newest tokens alone, and the tokens that come next read them",
-        })
-    }
-}
-
 /// What a caller can do about an error. The statuses of the C interface and the exceptions of the Python package are these.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum ErrorKind {
@@ -595,53 +579,6 @@ pub(crate) fn check_finite(what: &'static str, x: &[f32]) -> Result<(), Error> {
         }),
         None => Ok(()),
     }
-}
-
-/// Why a backend is absent, or cannot run a problem.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[non_exhaustive]
-pub enum Unsupported {
-    /// No device, driver or adapter.
-    #[error("{backend}: {reason}; {next_step}")]
-    Absent {
-        /// The backend.
-        backend: &'static str,
-        /// The missing part.
-        reason: String,
-        /// How to repair it.
-        next_step: String,
-    },
-    /// A backend that this build of the library leaves out.
-    #[error(
-        "{backend}: this build of attn-kv leaves it out; add \"{backend}\" to the features of attn-kv in Cargo.toml"
-    )]
-    NotBuilt {
-        /// The backend, whose feature has the same name.
-        backend: &'static str,
-    },
-    /// A device without a kernel for the problem.
-    #[error("{backend}: no kernel for {what}; built: {built}. Use backend \"cpu\"")]
-    NoKernel {
-        /// The backend.
-        backend: &'static str,
-        /// The thing asked for.
-        what: String,
-        /// The kernels that exist.
-        built: String,
-    },
-    /// A problem that no backend runs, since the library does not define it.
-    #[error("{backend}: {reason}")]
-    Undefined {
-        /// The backend that was asked.
-        backend: &'static str,
-        /// The sentence of [`Problem::check`](crate::Problem::check) or of [`KvFormat::check`].
-        reason: String,
-    },
-    /// A process that lacks the threads and contexts of its parent's devices ([`process`](crate::process)).
-    #[error(
-        "this process was forked from one that had opened attn's devices, whose threads it lacks; start it anew by exec (in Python: multiprocessing's \"spawn\")"
-    )]
-    Forked,
 }
 
 kinds! { Unsupported {
