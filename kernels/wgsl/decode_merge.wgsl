@@ -95,13 +95,11 @@ fn decode_merge(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invo
 #end
                 } else {
                     // The fold of section 6; the merges below flush both products.
-                    let top = max(m_$(j), m_$(n)_$(j));
-                    let alpha = pow2(top - m_$(j));
-                    let beta = pow2(top - m_$(n)_$(j));
-                    l_$(j) = l_$(j) * alpha + l_$(n)_$(j) * beta;
-                    m_$(j) = top;
+                    let factors = fold_factors(m_$(j), m_$(n)_$(j));
+                    m_$(j) = factors.x;
+                    l_$(j) = l_$(j) * factors.y + l_$(n)_$(j) * factors.z;
 #for k in 0..((MD + 31) / 32)
-                    o_$(j)_$(k) = ftz(o_$(j)_$(k) * alpha) + o_$(n)_$(j)_$(k) * beta;
+                    o_$(j)_$(k) = ftz(o_$(j)_$(k) * factors.y) + o_$(n)_$(j)_$(k) * factors.z;
 #end
                 }
             }
@@ -116,13 +114,11 @@ fn decode_merge(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invo
                     g_$(k) = o_$(j)_$(k);
 #end
                 } else {
-                    let top = max(gm, m_$(j));
-                    let alpha = pow2(top - gm);
-                    let beta = pow2(top - m_$(j));
-                    gl = gl * alpha + l_$(j) * beta;
-                    gm = top;
+                    let factors = merge_factors(gm, m_$(j));
+                    gm = factors.x;
+                    gl = gl * factors.y + l_$(j) * factors.z;
 #for k in 0..((MD + 31) / 32)
-                    g_$(k) = ftz(g_$(k) * alpha) + ftz(o_$(j)_$(k) * beta);
+                    g_$(k) = ftz(g_$(k) * factors.y) + ftz(o_$(j)_$(k) * factors.z);
 #end
                 }
             }
@@ -146,12 +142,10 @@ fn decode_merge(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invo
                     l = span_l[s];
                     o = so;
                 } else {
-                    let top = max(m, sm);
-                    let alpha = pow2(top - m);
-                    let beta = pow2(top - sm);
-                    l = l * alpha + span_l[s] * beta;
-                    o = ftz(o * alpha) + ftz(so * beta);
-                    m = top;
+                    let factors = merge_factors(m, sm);
+                    m = factors.x;
+                    l = l * factors.y + span_l[s] * factors.z;
+                    o = ftz(o * factors.y) + ftz(so * factors.z);
                 }
             }
         }
@@ -163,11 +157,10 @@ fn decode_merge(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invo
     var alpha = 1.0;
     if params.sinks_at != 0u {
         let sink = params.sinks_at + 2u * (head * params.heads_per_kv + row % params.heads_per_kv);
-        let top = max(m, bitcast<f32>(tables[sink]));
-        let beta = pow2(top - bitcast<f32>(tables[sink]));
-        alpha = pow2(top - m);
-        l = l * alpha + bitcast<f32>(tables[sink + 1u]) * beta;
-        m = top;
+        let factors = merge_factors(m, bitcast<f32>(tables[sink]));
+        m = factors.x;
+        l = l * factors.y + bitcast<f32>(tables[sink + 1u]) * factors.z;
+        alpha = factors.y;
     }
     let v_scale = bitcast<f32>(tables[params.scales_at + 2u * head + 1u]);
     var x = 0.0;

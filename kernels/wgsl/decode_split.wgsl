@@ -15,6 +15,8 @@
 #let K_INTEGER = K < F16
 #let V_INTEGER = V < F16
 #let INTEGER = K_INTEGER && V_INTEGER
+// Whether a score may lie in the middle between two points of the grid while its product with the row's step does not.
+#let TIES = INTEGER && !SOFTCAP && !ALIBI
 // Whether a tile lies inside one page.
 #let PAGED = PS >= 64 && !VIEW
 // Rows whose steps overlap.
@@ -52,7 +54,7 @@ var<workgroup> row_step: array<f32, $(R)>;                           // sigma
 var<workgroup> queries: array<vec4<f32>, $(R * UNITS * 4)>;          // (row, 4 dims)
 #end
 #if V_INTEGER
-var<workgroup> weight_step_of: array<vec2<f32>, $(VG * R)>;          // (group of V, row): kappa and its reciprocal
+var<workgroup> weight_step_of: array<vec2<f32>, $(VG * R)>;          // (group of V, row): kappa, and nearly 1/kappa
 // (group, four rows, token in slot order). Each 16 tokens lie 20 words apart, so that lanes that read different sixteens have no bank conflict.
 var<workgroup> weight_bytes: array<u32, $(VG * QUADS * 80)>;
 var<workgroup> weights: array<vec4<u32>, $(VG * R * 4)>;             // (group, row, 16 tokens in slot order)

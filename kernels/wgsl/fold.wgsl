@@ -4,36 +4,35 @@
 #def fold_maxima(): lane -> m, l
 workgroupBarrier();
 if lane < $(R)u {
-    let row_max = from_order_key(posted($(ROW_MAX)u + lane));
-#if INTEGER
-    let tile_max = select(row_max - 1.0, NONE, row_max == NONE);
-#else
-    let tile_max = row_max;
-#end
+    let key = posted($(ROW_MAX)u + lane);
     let tile_sum = posted_sum($(ROW_SUM)u + lane);
     clear($(ROW_MAX)u + lane);
     clear($(ROW_SUM)u + lane);
-    if tile_max == NONE {
+    if key == NONE_KEY {
         fold_beta[lane] = -1.0;
     } else {
-        let top = max(m, tile_max);
-        let alpha = pow2(top - m);
-        let beta = pow2(top - tile_max);
-        l = l * alpha + (f32(tile_sum) * exp2i(-22)) * beta;
-        m = top;
-        fold_alpha[lane] = alpha;
-        fold_beta[lane] = beta;
+#if INTEGER
+        let factors = fold_factors(m, tile_exponent(key));
+        let unit = exp2i(-24);
+#else
+        let factors = fold_factors(m, from_order_key(key));
+        let unit = exp2i(-22);
+#end
+        m = factors.x;
+        l = l * factors.y + (f32(tile_sum) * unit) * factors.z;
+        fold_alpha[lane] = factors.y;
+        fold_beta[lane] = factors.z;
     }
 }
 #end
 
 #if V_INTEGER
-// The steps of the tile's weights for each group of V and row, and the reciprocals.
+// The steps of the tile's weights for each group of V and row, and what counts them.
 #def find_steps(): lane, v_fine ->
 if lane < $(VG * R)u {
     let low = select(COARSE_STEP, FINE_STEP, lane % $(R)u < v_fine);
     let step = weight_step(bitcast<f32>(posted($(LARGEST)u + lane)), low);
-    weight_step_of[lane] = vec2<f32>(step, select(rcp(step), 0.0, step == 0.0));
+    weight_step_of[lane] = vec2<f32>(step, step_inverse(step));
     clear($(LARGEST)u + lane);
 }
 if lane < $(VG * PAIRS_OF_ROWS)u {

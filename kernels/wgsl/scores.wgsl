@@ -172,7 +172,7 @@ if k_fine > 0u {
 }
 #end
 
-// The score of row r, from its products with whole dims.
+// The score of row r before its product with the row's step, from its products with whole dims.
 #def integer_score(r): dot_*, k_param_*, k_fine -> score_*
 #for g in 0..SGROUPS
 {
@@ -194,7 +194,6 @@ if k_fine > 0u {
 #end
 }
 #end
-score_$(r) = product(score_$(r), row_step[$(r)]);
 #end
 
 // The scores of all rows in f32.
@@ -213,8 +212,14 @@ for (var u = 0u; u < $(UNITS)u; u++) {
 }
 #end
 
-// Soft cap, ALiBi and mask of row r's score.
-#def apply_score_mods(r): row0, token, position_0 -> score_*
+// Step, soft cap, ALiBi and mask of row r's score, and its key in the row's slot.
+#def finish_score(r): row0, token, position_0 -> score_*, ties
+#if TIES
+let whole_$(r) = score_$(r);
+#end
+#if K_INTEGER
+score_$(r) = product(score_$(r), row_step[$(r)]);
+#end
 #if SOFTCAP
 score_$(r) = softcap(score_$(r), params.softcap_inner, params.softcap_outer);
 #end
@@ -225,13 +230,29 @@ score_$(r) = softcap(score_$(r), params.softcap_inner, params.softcap_outer);
 }
 #end
 score_$(r) = select(NONE, score_$(r), token - row_sees[$(r)].x < row_sees[$(r)].y);
+#if TIES
+if is_tie(score_$(r)) {
+    // The product's side of the middle decides its place on the grid; rows that are off the grid take the step back.
+    let step = tie_step(whole_$(r), row_step[$(r)], score_$(r));
+    score_$(r) = bitcast<f32>(bitcast<i32>(score_$(r)) + step);
+    ties |= (bitcast<u32>(step) & 3u) << $(2 * r)u;
+}
+#end
+#if INTEGER
+post_max($(ROW_MAX + r)u, score_key(score_$(r)));
+#else
+post_max($(ROW_MAX + r)u, order_key(ceil(score_$(r))));
+#end
 #end
 
 // The scores of all rows, and their maxima in the slots of reduce.wgsl. Rows are spelled out, RU at a time: a loop would keep the lane's
 // values of them in memory, and in registers that it moves.
-#def score_tile(): tile, token, place, kv_len, position_0, head, row0, num_rows, lane, residuals_at, k_fine, scratch_of_other, first_unit, k_* -> score_*
+#def score_tile(): tile, token, place, kv_len, position_0, head, row0, num_rows, lane, residuals_at, k_fine, scratch_of_other, first_unit, k_* -> score_*, ties
 #for r in 0..R
 var score_$(r) = 0.0;
+#end
+#if TIES
+var ties = 0u;        // for each row two bits: the step that its score took
 #end
 #if K_INTEGER
 #use load_k_params()
@@ -267,8 +288,7 @@ if $(b * RU)u < num_rows {
 #end
 #end
 #for r in (b * RU)..(b * RU + RU)
-#use apply_score_mods(r)
-    post_max($(ROW_MAX + r)u, order_key(ceil(score_$(r))));
+#use finish_score(r)
 #end
 }
 #end

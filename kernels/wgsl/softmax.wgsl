@@ -1,7 +1,7 @@
 // softmax.wgsl: the weights of a tile (docs/arithmetic.md, section 5). A lane has the weights of its token, one for each row.
 
 // The weights of all rows in f32, their sums and the largest of them times V's scales in the slots of reduce.wgsl.
-#def softmax_tile(): num_rows, lane, slot, score_*, v_* -> p_*
+#def softmax_tile(): num_rows, lane, slot, score_*, ties, v_* -> p_*
 workgroupBarrier();
 #for r in 0..R
 var p_$(r) = 0.0;
@@ -10,14 +10,23 @@ var p_$(r) = 0.0;
 if $(b * RU)u < num_rows {
 #for r in (b * RU)..(b * RU + RU)
     {
-        let row_max = from_order_key(posted($(ROW_MAX + r)u));
 #if INTEGER
-        let weight = exp2w(min(row_max - score_$(r), 64.0));
+        // A token that is not seen has the least weight, which adds to no sum.
+#if TIES
+        let step = bitcast<i32>(ties << $(30 - 2 * r)u) >> 30u;
 #else
-        let weight = exp2f(max(score_$(r) - row_max, -125.0));
+        let step = 0;
 #end
+        let point = weight_point(score_$(r), step, posted($(ROW_MAX + r)u));
+        p_$(r) = point_value(point);
+        let units = f16_units(point, p_$(r));
+        post_sum($(ROW_SUM + r)u, units);
+#else
+        let row_max = from_order_key(posted($(ROW_MAX + r)u));
+        let weight = exp2f(max(score_$(r) - row_max, -125.0));
         p_$(r) = select(0.0, weight, score_$(r) > NONE);
         post_sum($(ROW_SUM + r)u, weight_units(p_$(r)));
+#end
 #if V_INTEGER
 #for g in 0..VG
 #if V_SCALED
@@ -26,7 +35,9 @@ if $(b * RU)u < num_rows {
         post_max($(LARGEST + g * R + r)u, bitcast<u32>(p_$(r)));
 #end
 #end
-#if V == GROUPS
+#if V == GROUPS && INTEGER
+        scratch[$(r * RS)u + lane] = bitcast<u32>(f32(units) * exp2i(-24));
+#elif V == GROUPS
         scratch[$(r * RS)u + lane] = bitcast<u32>(p_$(r));
 #end
 #else

@@ -83,14 +83,18 @@ let v_word_$(g) = v_word(of_v, $(g)u);
 #end
 #end
 
-// V's parameters of the lane's token; past the end they are 0.
+// V's parameters of the lane's token; past the end they are 0. The integer arithmetic reads scales on its grid.
 #def v_params(): v_word_*, lane, token, kv_len -> v_*
 #if V_SCALED
 #for g in 0..VG
 var v_$(g) = v_param(v_word_$(g), lane);
 #if V == GROUPS
 v_$(g).y = v_$(g).y + 8.0 * v_$(g).x;
-#elif V == STEPS
+#end
+#if INTEGER
+v_$(g).x = grid_scale(v_$(g).x);
+#end
+#if V == STEPS
 v_$(g).x = v_$(g).x * 0.0625;
 #end
 v_$(g) = select(vec2<f32>(0.0), v_$(g), token < kv_len);

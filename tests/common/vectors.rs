@@ -35,6 +35,21 @@ pub fn value(side: usize, head: usize, t: usize, d: usize) -> f32 {
     }
 }
 
+/// What settings multiply V's row of token `t` by: 0 from the first number of `v_zero` on, up to the second; else 2^-1 for each halving.
+fn factor_of_v(settings: &Settings<'_>, t: usize) -> f32 {
+    let pair = |key: &str| -> [usize; 2] {
+        settings.get(key).map_or([0; 2], |pair| {
+            let (first, second) = pair.split_once(',').expect("two numbers");
+            [first, second].map(|number| number.parse().unwrap())
+        })
+    };
+    let [[first, end], [of_tile, of_token]] = ["v_zero", "v_halvings"].map(pair);
+    if (first..end).contains(&t) {
+        return 0.0;
+    }
+    0.5f32.powi((of_tile * (t / 64 % 2) + of_token * (t % 4)) as i32)
+}
+
 /// The cache that settings describe, made by `new`, with its tokens appended `step` at a time.
 pub fn cache(
     settings: &Settings<'_>,
@@ -63,7 +78,14 @@ pub fn cache(
     let mut cache = new(&config);
     let row = heads * dim;
     let [k, v] = [(0, format.k), (1, format.v)].map(|(side, scheme)| -> Vec<f32> {
-        let value = |i: usize| value(side, i % row / dim, i / row, i % dim);
+        let factor = |t| {
+            if side == 0 {
+                1.0
+            } else {
+                factor_of_v(settings, t)
+            }
+        };
+        let value = |i: usize| value(side, i % row / dim, i / row, i % dim) * factor(i / row);
         let values = (0..tokens * row).map(value);
         values.map(|x| x.min(scheme.max_magnitude())).collect()
     });

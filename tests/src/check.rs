@@ -79,8 +79,9 @@ pub struct Bounds {
 
 /// The bounds of a case.
 ///
-/// *Integer*: a weight is off by at most a step, 1/255 to 1/204 of the tile's largest; errors of many weights add like noise: at most 1.6e-2 in
-/// the table. The log-sum-exp sums weights before they are rounded: exp2w's 7.5e-5, and the scores' last bits.
+/// *Integer*: a weight of one byte is off by at most a step, 1/255 to 1/204 of the tile's largest; V's scales are read within 2^(1/128), 0.54 %; errors of
+/// many weights add like noise: at most 1.7e-2 in the table. The log-sum-exp sums weights before they are bytes: a score on the grid of 64ths errs by up to
+/// 2^-7 in base 2, 5.4e-3 in natural units, which shows whole where one token dominates; f16 adds 2^-11, 4.9e-4, and scores their last bits: 6.5e-4 of 10.
 ///
 /// *Float on the CPU*: a dot product of D terms errs by √D·2^-24 of its terms, amplified by scores of some tens: 3e-5.
 ///
@@ -101,6 +102,7 @@ pub fn bounds(backend: &dyn DecodeAttention, case: &Case) -> Bounds {
     let is_fast = case.problem.may_use_floats(case.format);
     let lse = match (k.is_integer(), bf16) {
         (true, _) if is_fast => 2e-3,
+        (true, _) if case.format.is_integer() => 6.5e-4,
         (true, _) => 1e-4,
         (false, false) => 5e-4,
         (false, true) => 4e-3,

@@ -125,6 +125,29 @@ fn reduced(table: &mut Table) {
         case.build = Build::AtOnce;
         table.add(case);
     }
+    far_scores(table, &["int8", "int4"]);
+}
+
+/// Scores up to twice as far as the grid reaches, so that rows are on it in some tiles and off it in others; and rows without a step, whose scores are 0,
+/// beside tokens that they do not see.
+fn far_scores(table: &mut Table, names: &[&str]) {
+    for format in formats(names) {
+        let of = |softmax_scale| {
+            let mut case = Case::new([4, 2], 64, &[1, 2, 70, 300], format);
+            case.problem.scores.softmax_scale = Some(softmax_scale);
+            case.problem.q_lens = vec![3; case.problem.batch()];
+            case
+        };
+        table.add(of(500.0));
+        let mut case = of(800.0);
+        case.problem.scores.alibi_slopes = Some(vec![0.5, 100.0, 0.125, 0.0]);
+        case.problem.scores.window_left = Some(40);
+        table.add(case);
+        let mut case = of(1.0);
+        case.inputs = Inputs::Zeros;
+        case.problem.scores.window_left = Some(1);
+        table.add(case);
+    }
 }
 
 /// More query tokens than decode has: prompts, pieces of prompts behind others, beside tokens that are decoded.
@@ -259,6 +282,10 @@ fn full(table: &mut Table) {
         (case.build, case.alone) = (Build::AtOnce, true);
         table.add(case);
     }
+    far_scores(
+        table,
+        &["int8", "int4", "int8/int4", "int4-g4", "int8-tensor"],
+    );
 }
 
 /// Pages before every window are gone: of every kernel's rows, of windows inside a page and of whole spans, inside the residuals and before them.

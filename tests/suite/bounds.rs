@@ -23,8 +23,9 @@ fn off(backend: &'static str, out: f64, lse: f64) -> FakeBackend {
 }
 
 #[rstest]
-#[case::integer("int8", "cpu", 2e-2, 1e-4)]
-#[case::integer_of_another_backend("int4", "theirs", 2e-2, 1e-4)]
+#[case::integer("int8", "cpu", 2e-2, 6.5e-4)]
+#[case::integer_of_another_backend("int4", "theirs", 2e-2, 6.5e-4)]
+#[case::integer_k_of_another_backend("int8/f16", "theirs", 5e-4, 1e-4)]
 #[case::float("f16", "cpu", 3e-5, 3e-5)]
 #[case::float_of_another_backend("fp8", "theirs", 5e-4, 5e-4)]
 #[case::bf16_of_another_backend("bf16", "theirs", 4e-3, 4e-3)]
@@ -36,7 +37,9 @@ fn a_fault_that_the_reference_shares_is_noticed_beyond_the_bound_and_no_sooner(
     #[case] out: f64,
     #[case] lse: f64,
 ) {
-    let case = Case::new([2, 1], 64, &[70, 9], format.parse().unwrap());
+    let mut case = Case::new([2, 1], 64, &[70, 9], format.parse().unwrap());
+    // Scores of nearly 0 lie on the grid; elsewhere its own error takes most of the log-sum-exp's bound.
+    case.problem.scores.softmax_scale = Some(1e-12);
     let allowed = Bounds { out, lse };
     for (out, lse, says) in [
         (0.8, 0.8, None),

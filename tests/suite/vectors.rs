@@ -41,9 +41,14 @@ fn decoded_bits_equal_the_golden_vectors() {
         problem.scores.alibi_slopes = slope.map(|slope| vec![slope; 2]);
         let sinks = settings.get("sinks").map(|sinks| sinks.split(','));
         problem.scores.sinks = sinks.map(|sinks| sinks.map(|sink| sink.parse().unwrap()).collect());
-        let q: Vec<f32> = (0..128)
-            .map(|i| (((i % 64) * 37 + i / 64 * 11 + 5) % 129 - 64) as f32 / 64.0)
+        let factor: f32 = settings.get("query").map_or(1.0, |x| x.parse().unwrap());
+        let token: Vec<f32> = (0..128)
+            .map(|i| (((i % 64) * 37 + i / 64 * 11 + 5) % 129 - 64) as f32 / 64.0 * factor)
             .collect();
+        // The row of the first query token is golden; the others ask the same, so that it has neighbours which see more.
+        let q_len = settings.get("q_len").map_or(1, |x| x.parse().unwrap());
+        problem.q_lens = vec![q_len];
+        let q = token.repeat(q_len);
         let want: Vec<Vec<f32>> = lines
             .by_ref()
             .take(2)
@@ -57,7 +62,7 @@ fn decoded_bits_equal_the_golden_vectors() {
             [("reference", &reference), ("cpu", &cpu)];
         for (name, backend) in backends {
             let plan = backend.plan(&problem, cache.config().format).unwrap();
-            let (mut out, mut lse) = (vec![f32::NAN; 128], vec![f32::NAN; 2]);
+            let (mut out, mut lse) = (vec![f32::NAN; q.len()], vec![f32::NAN; 2 * q_len]);
             let kv = KvSource::Cache(&cache);
             let mut step = DecodeStep::new(&plan, &q, kv, &mut out)
                 .and_then(|step| step.with_lse(&mut lse))
@@ -71,7 +76,7 @@ fn decoded_bits_equal_the_golden_vectors() {
         }
         cases += 1;
     }
-    assert_eq!(cases, 13);
+    assert_eq!(cases, 28);
 }
 
 #[test]

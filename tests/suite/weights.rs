@@ -92,10 +92,12 @@ fn a_peak_over_a_flat_tail_errs_by_little(
     assert!(error <= 0.022, "{format}: {error:e}");
 }
 
-/// A weight per token that is the same for all: the lattice leaves what one step of all weights together is.
+/// A weight per token that is the same for all: the lattice leaves what one step of all weights together is, 1e-4 of values in common and 3.5e-3 of random
+/// ones. V's scales add to it, which are read within 0.54 %: 3.1e-3 in the mean of squares, which random values show whole. In values in common they
+/// nearly cancel, but for what many scales of nearly one magnitude have in common.
 #[rstest]
-#[case::values_in_common(0.8, 1e-4)]
-#[case::random_values(0.0, 3.5e-3)]
+#[case::values_in_common(0.8, 5e-4)]
+#[case::random_values(0.0, 4.7e-3)]
 fn uniform_attention_is_nearly_exact(
     #[case] common: f32,
     #[case] limit: f64,

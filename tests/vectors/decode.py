@@ -4,43 +4,30 @@
     python3 decode.py           write decode.txt beside this file
     python3 decode.py --check   compare it instead
 
-Section numbers are those of the page. Every `f32(...)` is one rounding; numbers are rationals, so a sign of zero is lost: no result here is zero but +0, where no token is seen.
+Section numbers are those of the page. Every `f32(...)` is one rounding; numbers are rationals, so a sign of zero is lost: no result here is zero but +0, where no token is seen or
+V has zeros.
 """
 
-import struct
+import pathlib
 import sys
 from fractions import Fraction as F
 
-import pathlib
-
+from grid import bits, byte, from_bits, scale_point, step, units
 from make import clamp, f32, rhe, to_f16, token, value
 
 TILE, SEGMENT, SPAN = 64, 4, 4
 SMALLEST = F(2) ** -126
-
-
-def const(bits):
-    return F(struct.unpack("<f", struct.pack("<I", bits))[0])
-
-
-def bits(x):
-    return struct.unpack("<I", struct.pack("<f", float(x)))[0]
-
-
-def from_bits(b):
-    return const(b & 0xFFFFFFFF)
+BASE = 196608
 
 
 def pow2(n):
     return F(2) ** n
 
 
-LOG2_E, LN_2 = const(0x3FB8AA3B), const(0x3F317218)
-EXP2W = [const(b) for b in (0x3D620000, 0x3E786F4E, 0x3F317982, 0x3F7FFB48)]
-B = F(2)
-EXP2F = [const(b) for b in (0x3AADFE47, 0x3C1E7726, 0x3D635B15, 0x3E75FCD9, 0x3F317216)] + [F(1)]
+LOG2_E, LN_2 = from_bits(0x3FB8AA3B), from_bits(0x3F317218)
+EXP2F = [from_bits(b) for b in (0x3AADFE47, 0x3C1E7726, 0x3D635B15, 0x3E75FCD9, 0x3F317216)] + [F(1)]
 LOG2 = [
-    const(b)
+    from_bits(b)
     for b in (0x3E090EF7, 0xBE607D7C, 0x3E5F6D97, 0xBE72988E, 0x3E931B3E, 0xBEB8BC98, 0x3EF63E7D, 0xBF38AA18, 0x3FB8AA36)
 ]
 
@@ -52,33 +39,20 @@ def polynomial(r, coefficients):
     return y
 
 
-def exp2w(v):  # section 4: 2^(1 - v)
-    assert 0 <= v <= 64
-    t = f32(12582913 - v)
-    n = f32(t - 12582913)
-    p = from_bits(bits(polynomial(f32(-v - n), EXP2W)) + (bits(t) << 23))
-    assert 0 < p < 2
-    return p
-
-
-def p22(p):  # section 4
-    return bits(f32(p + B)) - bits(B)
-
-
-def exp2f(x):  # section 7
+def exp2f(x):  # section 8
     t = f32(x + 12582912)
     n = f32(t - 12582912)
     return from_bits(bits(polynomial(f32(x - n), EXP2F)) + (bits(t) << 23))
 
 
-def rcp(x):  # section 6
+def rcp(x):  # section 7
     y = from_bits(0x7EF311C7 - bits(x))
     for _ in range(4):
         y = f32(y * f32(2 - f32(x * y)))
     return y
 
 
-def log_sum_exp(m, l):  # section 6
+def log_sum_exp(m, l):  # section 7
     i = bits(l) - 0x3F3504F3
     k, u = i >> 23, f32(from_bits((i & 0x7FFFFF) + 0x3F3504F3) - 1)
     y = LOG2[0]
@@ -89,6 +63,12 @@ def log_sum_exp(m, l):  # section 6
 
 def ftz(x):
     return x if abs(x) >= SMALLEST else F(0)
+
+
+def normal(x):
+    """A number that `ftz` leaves alone: else a zero could be negative."""
+    assert x == ftz(x)
+    return x
 
 
 def hadamard(x, flush=lambda y: y):  # section 2
@@ -117,14 +97,6 @@ def rotate_back(x, flush=lambda y: y):
     return [flush(v * pow2(-(-(-halvings(len(x)) // 2)))) for v in hadamard(x, flush)]
 
 
-def up(y, n):  # section 5
-    return from_bits((bits(y) + 2 ** (24 - n) - 1) & ~(2 ** (24 - n) - 1))
-
-
-def theta(t):
-    return 32768 + F(2 * ((29 * (t % 64) + 32) % 64) + 1, 128)
-
-
 def dot(a, b):
     return sum(x * y for x, y in zip(a, b))
 
@@ -139,18 +111,27 @@ def half_steps(x):
     return [clamp((v * 8 / scale).__floor__() + 128, 0, 255) if scale else 128 for v in x], scale
 
 
+def factor_of_v(case, t):
+    """What a case multiplies V's row of token t by."""
+    first, end = case["v_zero"] or (0, 0)
+    if first <= t < end:
+        return 0
+    of_tile, of_token = case["v_halvings"] or (0, 0)
+    return pow2(-(of_tile * (t // TILE % 2) + of_token * (t % 4)))
+
+
 class Side:
     """K or V of one head: codes and (scale, shift) per group of each token, by the quantizers of make.py."""
 
-    def __init__(self, scheme, side, dim, kv_len, tensor_scale):
+    def __init__(self, scheme, side, case, dim, tensor_scale):
         self.scheme, self.dim, self.tensor_scale = scheme, dim, tensor_scale
         self.rotated = scheme in ("int8", "int4", "int4-r2", "int4-w0", "int4-w4")
         self.half_steps = self.rotated and scheme != "int8"
         self.window = 0 if not self.half_steps or scheme == "int4-w0" else 4 if scheme == "int4-w4" else 2
         self.groups = {"int8-g32": dim // 32, "int4-r2": 2}.get(scheme) or (int(scheme[6:]) if scheme.startswith("int4-g") else 1)
         self.codes, self.params = [], []
-        for t in range(kv_len):
-            x = [value(side, 0, t, d) for d in range(dim)]
+        for t in range(case["kv_len"]):
+            x = [value(side, 0, t, d) * (factor_of_v(case, t) if side else 1) for d in range(dim)]
             if self.rotated:  # larger inputs are refused
                 x = rotate_stored([min(v, pow2(100)) for v in x])
             codes, params = self.token(x)
@@ -176,8 +157,7 @@ class Side:
         return code if fine or not self.half_steps else code & ~15
 
 
-def score(k, q, t, position):  # section 4
-    q8, sigma = q
+def score(k, q8, t, position):  # section 4, without the row's step
     n, fine, a = k.dim // k.groups, k.fine(t, position), None
     for g in range(k.groups):
         dims = range(g * n, (g + 1) * n)
@@ -192,10 +172,10 @@ def score(k, q, t, position):  # section 4
         else:
             term = f32(f32(F(s)) * scale)
         a = term if a is None else f32(a + term)
-    return f32(a * sigma)
+    return a
 
 
-def modify(s, case, t, position):  # section 3
+def modify(s, case, t, position):  # section 4
     if case["softcap"]:
         cap = F(case["softcap"])
         e2 = exp2f(max(-f32(abs(s) * f32(2 / cap)), F(-125)))
@@ -206,21 +186,37 @@ def modify(s, case, t, position):  # section 3
     return s
 
 
-def tile_value(v, p, tokens, position):  # section 5
-    result, n, fine = [], v.dim // v.groups, v.fine(tokens[0], position)
+def weights(scores, sigma):  # section 5: the points of the tokens that are seen, and the exponent
+    y = {t: f32(a * sigma + BASE) for t, a in scores.items()}
+    top = max(y.values())
+    if 131200 <= top < 262144:
+        ceiling = F(-(-top // 1))
+        m = f32(f32(ceiling - BASE) + 6)
+    else:
+        s = {t: f32(a * sigma) for t, a in scores.items()}
+        c = F(-(-max(s.values()) // 1))
+        y = {t: f32(max(f32(x - c), F(-65536)) + BASE) for t, x in s.items()}
+        ceiling, m = F(BASE), f32(c + 6)
+    # Weights below 2^-126 add to no number: -120 stands for what is lower, on the grid or not.
+    points = {t: 64 * max(x - ceiling, F(-120)) - 384 for t, x in y.items()}
+    assert all(n.denominator == 1 for n in points.values())
+    return {t: int(n) for t, n in points.items()}, m
+
+
+def tile_value(v, points, position):  # section 5
+    tokens, n = list(points), v.dim // v.groups
+    result, fine = [], v.fine(tokens[0], position)
     for g in range(v.groups):
-        params = [v.params[t][g] if v.params[t] else (F(1), F(0)) for t in tokens]
-        x = [f32(w * (scale / 16 if v.half_steps else scale)) for w, (scale, _) in zip(p, params)]
-        largest, kappa, w8 = max(x), F(0), [0] * len(x)
-        if largest >= pow2(-100):
-            kappa = up(f32(largest * const(0x3B808081)), 2 if v.half_steps and fine else 3)
-            inverse = rcp(kappa)
-            w8 = [bits(f32(f32(y * inverse) + theta(t))) >> 8 & 255 for y, t in zip(x, tokens)]
+        params = {t: v.params[t][g] if v.params[t] else (F(1), F(0)) for t in tokens}
+        sixteenth = 256 if v.half_steps else 0
+        scaled = {t: points[t] + scale_point(scale) - sixteenth for t, (scale, _) in params.items() if scale}
+        kappa, inverse = step(max(scaled.values(), default=-3200), 2 if v.half_steps and fine else 3)
+        w8 = [byte(scaled[t], inverse, t) if t in scaled else 0 for t in tokens]
         z = F(0)
         if v.scheme.startswith("int4-g"):
             parts = [F(0)] * 8
-            for t, w, (_, shift) in zip(tokens, p, params):
-                parts[t % 8] = f32(parts[t % 8] + f32(w * shift))
+            for t, (_, shift) in params.items():
+                parts[t % 8] = f32(parts[t % 8] + f32(units(points[t]) * pow2(-24) * shift))
             fours = [f32(parts[i] + parts[i + 1]) for i in range(0, 8, 2)]
             z = f32(f32(fours[0] + fours[1]) + f32(fours[2] + fours[3]))
         for d in range(g * n, (g + 1) * n):
@@ -233,19 +229,17 @@ def tile_value(v, p, tokens, position):  # section 5
     return result
 
 
-def weight(distance):  # section 5
-    return pow2(-distance) if 0 <= distance <= 64 else F(0)
+def factor(k):  # section 6: pow2 of the page
+    return pow2(k) if k >= -64 else F(0)
 
 
 def fold(state, m_tile, l_tile, values):
-    if state is None:
-        m, l, o = m_tile, F(0), [F(0)] * len(values)
+    m, l, o = state or (None, F(0), [F(0)] * len(values))
+    if m is not None and m_tile - m <= 40:
+        a, b = F(1), factor(m_tile - m)
     else:
-        m, l, o = state
-    top = max(m, m_tile)
-    a, b = weight(top - m), weight(top - m_tile)
-    l = f32(l * a + f32(F(l_tile)) * pow2(-22) * b)
-    return top, l, [f32(ftz(x * a) + y * b) for x, y in zip(o, values)]
+        a, b, m = factor(m - m_tile) if state else F(0), F(1), m_tile
+    return m, f32(l * a + l_tile * b), [f32(ftz(f32(x * a)) + y * b) for x, y in zip(o, values)]
 
 
 def merge(left, right):
@@ -253,7 +247,7 @@ def merge(left, right):
         return left or right
     (ma, la, oa), (mb, lb, ob) = left, right
     top = max(ma, mb)
-    a, b = weight(top - ma), weight(top - mb)
+    a, b = factor(ma - top), factor(mb - top)
     return top, f32(la * a + lb * b), [f32(ftz(x * a) + ftz(y * b)) for x, y in zip(oa, ob)]
 
 
@@ -272,45 +266,52 @@ def merge_sink(state, sink):  # section 7: the new maximum and sum, and the fact
         return m_s, l_s, F(0)
     m, l, _ = state
     top = max(m, m_s)
-    a, b = weight(top - m), weight(top - m_s)
+    a, b = factor(m - top), factor(m_s - top)
     return top, f32(l * a + l_s * b), a
 
 
-def attend(case, k, v, q, sink):
-    """One query token at the last position."""
-    kv_len, position = case["kv_len"], case["kv_len"] - 1
-    start = max(0, position - case["window"]) if case["window"] is not None else 0
+def prepare(q, k):
+    """Section 3: the query's codes and its step."""
     c = f32(f32(F(1, 8) * LOG2_E) * (k.tensor_scale or 1))
     q = [f32(x * c) for x in q]
     if k.rotated:
         q = rotate_back(q)
     a = max(abs(x) for x in q)
+    if a < pow2(-60):
+        return [0] * len(q), F(0)
     inverse = f32(127 * rcp(a))
-    query = [clamp(rhe(f32(x * inverse)), -127, 127) for x in q], f32(a * const(0x3C010204))
+    return [clamp(rhe(f32(x * inverse)), -127, 127) for x in q], f32(a * from_bits(0x3C010204))
+
+
+def attend(case, k, v, q, sink):
+    """The first of the query tokens, the last of which is the cache's last."""
+    position = case["kv_len"] - (case["q_len"] or 1)
+    kv_len = position + 1
+    start = max(0, position - case["window"]) if case["window"] is not None else 0
+    q8, sigma = prepare(q, k)
     num_tiles = -(-kv_len // TILE)
     segments = []
     for first in range(0, num_tiles, SEGMENT):
         state = None
         for tile in range(first, min(num_tiles, first + SEGMENT)):
-            tokens = range(tile * TILE, min(kv_len, (tile + 1) * TILE))
-            scores = {t: modify(score(k, query, t, position), case, t, position) for t in tokens if t >= start}
-            if not scores:
+            seen = range(max(start, tile * TILE), min(kv_len, (tile + 1) * TILE))
+            if not seen:
                 continue
-            top = F(-(-max(scores.values()) // 1))
-            m = f32(top - 1)
-            p = [exp2w(min(f32(top - scores[t]), F(64))) if t in scores else F(0) for t in tokens]
-            l = sum(p22(w) for w in p)
-            state = fold(state, m, l, tile_value(v, p, tokens, position))
+            scores, unit = {t: score(k, q8, t, position) for t in seen}, sigma
+            if case["softcap"] or case["alibi"]:
+                scores, unit = {t: modify(f32(a * sigma), case, t, position) for t, a in scores.items()}, F(1)
+            points, m = weights(scores, unit)
+            l = sum(units(n) for n in points.values()) * pow2(-24)
+            state = fold(state, m, l, tile_value(v, points, position))
         segments.append(state)
     spans = [merged(segments[i : i + SPAN]) for i in range(0, len(segments), SPAN)]
     state = merged(spans)
     o = state[2] if state else [F(0)] * v.dim
     m, l, a = merge_sink(state, sink) if sink is not None else (*state[:2], F(1))
     y = rcp(l) * a
-    out = [ftz(f32(ftz(f32(ftz(x) * y)) * (v.tensor_scale or 1))) for x in o]
+    out = [normal(f32(normal(f32(normal(x) * y)) * (v.tensor_scale or 1))) for x in o]
     if v.rotated:
-        out = rotate_back(out, ftz)
-    assert all(out) or not state
+        out = rotate_back(out, normal)
     return out, log_sum_exp(m, l)
 
 
@@ -329,22 +330,50 @@ CASES = [
     ("int4", "int4", 333, {"sinks": [F(5, 4), F(40)]}),
     ("int8-g32", "int8-tensor", 130, {"sinks": [F(-(10**6)), F(-1, 4)]}),
     ("int8", "int8", 0, {"sinks": [F(10**6), F(1, 2**40)]}),
+    # Scores beyond the grid's range in some tiles, or in all.
+    ("int8-plain", "int8-plain", 333, {"query": 6154}),
+    ("int8", "int8", 333, {"query": 2**16, "q_len": 20}),
+    ("int4", "int4", 200, {"query": -(2**13), "q_len": 70}),
+    ("int8-tensor", "int4-g4", 200, {"query": 2**15, "alibi": F(-1, 16), "sinks": [F(9), F(-3)]}),
+    ("int8-plain", "int8-g32", 333, {"alibi": F(1000), "window": 250, "q_len": 3}),
+    # Queries that count as zeros.
+    ("int8-plain", "int8-plain", 130, {"query": F(1, 2**62), "q_len": 5, "window": 100}),
+    # Tiles that exceed the first of their segment by more than 40, the next one or the second next, or fall behind it by more than 64.
+    ("int8-plain", "int8-plain", 128, {"alibi": F(5, 8), "v_zero": (64, 128)}),
+    ("int8-plain", "int8-plain", 190, {"alibi": F(1, 2)}),
+    ("int8-plain", "int8-g32", 600, {"alibi": F(1, 4)}),
+    ("int4-g2", "int8-plain", 260, {"alibi": F(3, 8), "v_zero": (128, 256)}),
+    ("int8-plain", "int8-plain", 600, {"alibi": F(-1, 2), "v_zero": (0, 64)}),
+    # V's scales: subnormal, and 0 beside others that are not.
+    ("int8", "int8-plain", 200, {"v_halvings": (12, 3)}),
+    ("int8", "int4", 200, {"v_halvings": (15, 2), "v_zero": (100, 140)}),
+    ("int8", "int4-g2", 200, {"v_halvings": (14, 2), "v_zero": (100, 140)}),
+    # The largest scaled weight is below 2^-50.
+    ("int8-plain", "int8-plain", 104, {"alibi": F(16), "window": 30, "v_halvings": (18, 0), "v_zero": (103, 104)}),
 ]
+
+OPTIONS = ("window", "softcap", "alibi", "sinks", "query", "q_len", "v_halvings", "v_zero")
+
+
+def said(case):
+    """The settings of a case as the test reads them."""
+
+    def one(x):
+        return "none" if x is None else ",".join(map(one, x)) if isinstance(x, (list, tuple)) else f"{float(x):.17g}"
+
+    settings = [f"{key}={one(case[key])}" for key in ("window", "softcap", "alibi")]
+    settings += [f"{key}={one(case[key])}" for key in OPTIONS[3:] if case[key] is not None]
+    return f"k={case['k']} v={case['v']} kv_len={case['kv_len']} {' '.join(settings)}"
 
 
 def text():
     lines, dim = [], 64
     for k_scheme, v_scheme, kv_len, options in CASES:
-        case = {"window": None, "softcap": None, "alibi": None, "sinks": None, **options, "kv_len": kv_len}
-        scale = lambda s: F(1, 8) if s == "int8-tensor" else None
-        k = Side(k_scheme, 0, dim, kv_len, scale(k_scheme))
-        v = Side(v_scheme, 1, dim, kv_len, scale(v_scheme))
-        said = " ".join(f"{key}={float(case[key]):g}" if case[key] is not None else f"{key}=none" for key in ("window", "softcap", "alibi"))
-        if case["sinks"]:
-            said += " sinks=" + ",".join(f"{float(sink):.17g}" for sink in case["sinks"])
-        lines.append(f"k={k_scheme} v={v_scheme} kv_len={kv_len} {said}")
+        case = {**dict.fromkeys(OPTIONS), **options, "k": k_scheme, "v": v_scheme, "kv_len": kv_len}
+        lines.append(said(case))
+        k, v = (Side(case[s], i, case, dim, F(1, 8) if case[s] == "int8-tensor" else None) for i, s in enumerate("kv"))
         for head in range(2):
-            q = [F((d * 37 + head * 11 + 5) % 129 - 64, 64) for d in range(dim)]
+            q = [F((d * 37 + head * 11 + 5) % 129 - 64, 64) * (case["query"] or 1) for d in range(dim)]
             out, lse = attend(case, k, v, q, case["sinks"][head] if case["sinks"] else None)
             lines.append(" ".join(f"{bits(x):08x}" for x in [*out, lse]))
     return "\n".join(lines) + "\n"

@@ -265,7 +265,7 @@ mod tests {
         };
         let (code, table, err) = program(&ARGS, &backends);
         assert_eq!(code, 1, "{table}");
-        assert!(table.contains("| 1.268 % | NaN |"), "{table}");
+        assert!(table.contains("| 1.295 % | NaN |"), "{table}");
         assert!(err.contains("int8, layer layer00: lse[3] is NaN"), "{err}");
         let (code, value, _) = json(&ARGS, &backends);
         assert_eq!(

@@ -8,22 +8,11 @@ pub const LOG2_E: f32 = f32::from_bits(0x3FB8_AA3B);
 pub const LN_2: f32 = f32::from_bits(0x3F31_7218);
 /// Lowest argument of [`exp2_float`].
 pub const EXP2_MIN: f32 = -125.0;
-/// Largest argument of [`exp2_weight`]: a weight of 2^-63 rounds to no unit of a sum.
-pub const WEIGHT_MAX: f32 = 64.0;
 /// Adding it rounds |x| ≤ 2^22 to an integer, half to even.
 pub const ROUND: f32 = 12_582_912.0;
-/// [`ROUND`] plus 1, which [`exp2_weight`] starts from.
-pub const ROUND_WEIGHT: f32 = 12_582_913.0;
 /// Added to a weight p < 2, leaves p·2^22 in the low bits.
 pub const WEIGHT_BASE: f32 = 2.0;
-/// Coefficients of 2^x, c3…c0 for weights of 16 bits.
-pub const EXP2_WEIGHT: [f32; 4] = [
-    f32::from_bits(0x3D62_0000),
-    f32::from_bits(0x3E78_6F4E),
-    f32::from_bits(0x3F31_7982),
-    f32::from_bits(0x3F7F_FB48),
-];
-/// Coefficients of 2^x, c5…c0 for f32 weights.
+/// Coefficients of 2^x, c5…c0.
 pub const EXP2_FLOAT: [f32; 6] = [
     f32::from_bits(0x3AAD_FE47),
     f32::from_bits(0x3C1E_7726),
@@ -61,9 +50,6 @@ pub fn exponent(x: f32) -> i32 {
 
 /// A query whose largest element is smaller counts as zeros, 2^-60: what a device flushes in its rotation is then below every rounding.
 pub const SMALLEST_QUERY: f32 = f32::from_bits((127 - 60) << 23);
-/// Weights whose largest is smaller count as zeros, 2^-100: their step would leave the range of f32. No positive scale gives such weights.
-pub const SMALLEST_WEIGHT: f32 = f32::from_bits((127 - 100) << 23);
-
 /// The step of an 8-bit row of queries, and what its elements are multiplied by to count it: `σ` and `127·rcp(a)`.
 #[inline]
 #[must_use]
@@ -81,39 +67,6 @@ pub fn query_code(x: f32, inverse: f32) -> i32 {
     ((x * inverse).round_ties_even() as i32).clamp(-127, 127)
 }
 
-/// A positive normal number rounded up to `bits` significant bits.
-#[inline]
-#[must_use]
-pub fn round_up(x: f32, bits: u32) -> f32 {
-    let low = (1 << (24 - bits)) - 1;
-    f32::from_bits((x.to_bits() + low) & !low)
-}
-
-/// The step κ of a tile's weights of one byte, by the largest of them, with so many significant bits; 0 if they are too small to count.
-#[inline]
-#[must_use]
-pub fn weight_step(largest: f32, bits: u32) -> f32 {
-    if largest < SMALLEST_WEIGHT {
-        return 0.0;
-    }
-    round_up(largest * f32::from_bits(0x3B80_8081), bits)
-}
-
-/// The threshold θ of token `t`: 64 thresholds form a lattice, so that a sum of weights below one step is right on average.
-#[inline]
-#[must_use]
-pub const fn threshold(t: usize) -> f32 {
-    let place = (29 * (t % TILE) + 32) % TILE;
-    32768.0 + (place as f32 + 0.5) / TILE as f32
-}
-
-/// A weight of one byte: `x` counts as many steps as [`rcp`]\(κ) says, and the [`threshold`] rounds.
-#[inline]
-#[must_use]
-pub fn weight_byte(x: f32, inverse: f32, threshold: f32) -> u8 {
-    ((x * inverse + threshold).to_bits() >> 8) as u8
-}
-
 /// The sum of 8 partial sums over the tokens of a tile, token t in sum t mod 8: `z` of the (centred) shifts of plain int4 V.
 #[inline]
 #[must_use]
@@ -125,29 +78,17 @@ pub fn shift_sum(terms: impl Iterator<Item = f32>) -> f32 {
     ((z[0] + z[1]) + (z[2] + z[3])) + ((z[4] + z[5]) + (z[6] + z[7]))
 }
 
-#[inline]
-fn exp2<const N: usize>(x: f32, round: f32, coefficients: &[f32; N]) -> f32 {
-    let t = x + round;
-    let r = x - (t - round);
-    let mut y = coefficients[0];
-    for c in &coefficients[1..] {
-        y = y * r + c;
-    }
-    f32::from_bits(y.to_bits().wrapping_add(t.to_bits() << 23))
-}
-
-/// 2^(1 − v) for 0 ≤ v ≤ 64 to 7.5e-5, and below 2: `exp2w`.
-#[inline]
-#[must_use]
-pub fn exp2_weight(v: f32) -> f32 {
-    exp2(-v, ROUND_WEIGHT, &EXP2_WEIGHT)
-}
-
 /// 2^x for −125 ≤ x ≤ 0 to 1.6e-7: `exp2f`.
 #[inline]
 #[must_use]
 pub fn exp2_float(x: f32) -> f32 {
-    exp2(x, ROUND, &EXP2_FLOAT)
+    let t = x + ROUND;
+    let r = x - (t - ROUND);
+    let mut y = EXP2_FLOAT[0];
+    for c in &EXP2_FLOAT[1..] {
+        y = y * r + c;
+    }
+    f32::from_bits(y.to_bits().wrapping_add(t.to_bits() << 23))
 }
 
 /// p·2^22 of a weight 0 ≤ p < 2: `p22`.
@@ -182,15 +123,34 @@ pub fn lse(m: f32, l: f32) -> f32 {
     ((m + (i >> 23) as f32) + y) * LN_2
 }
 
-/// 2^−distance for a distance of 0..=64, and 0 beyond: the factor of a state whose maximum is smaller by that distance.
+/// 2^k for an integer −64 ≤ k ≤ 40, and 0 below.
 #[inline]
 #[must_use]
-pub fn pow2(distance: f32) -> f32 {
-    if distance <= 64.0 {
-        exp2i(-(distance as i32))
+pub fn pow2(k: f32) -> f32 {
+    if k >= -64.0 { exp2i(k as i32) } else { 0.0 }
+}
+
+/// By how much the exponent of a tile may exceed that of the state which it is folded into, before the state takes it over.
+pub const LARGEST_GROWTH: f32 = 40.0;
+
+/// What folds a tile of the exponent `tile` into a state of the exponent `m`, −∞ if it is empty: the exponent of both, α of the state, β of the tile.
+#[inline]
+#[must_use]
+pub fn fold_factors(m: f32, tile: f32) -> (f32, [f32; 2]) {
+    let k = tile - m;
+    if k > LARGEST_GROWTH {
+        (tile, [pow2(-k), 1.0])
     } else {
-        0.0
+        (m, [1.0, pow2(k)])
     }
+}
+
+/// What merges states of the exponents `m` and `next`, not both −∞: the larger one, α of the first state, β of the next.
+#[inline]
+#[must_use]
+pub fn merge_factors(m: f32, next: f32) -> (f32, [f32; 2]) {
+    let top = m.max(next);
+    (top, [pow2(m - top), pow2(next - top)])
 }
 
 /// The state of an attention sink, which has no value: its maximum m and its sum l.
@@ -206,8 +166,7 @@ pub fn sink_state(sink: f32) -> [f32; 2] {
 #[inline]
 #[must_use]
 pub fn merge_sink([m, l]: [f32; 2], [sink_m, sink_l]: [f32; 2]) -> ([f32; 2], f32) {
-    let top = m.max(sink_m);
-    let (alpha, beta) = (pow2(top - m), pow2(top - sink_m));
+    let (top, [alpha, beta]) = merge_factors(m, sink_m);
     ([top, l * alpha + sink_l * beta], alpha)
 }
 
@@ -244,20 +203,12 @@ mod tests {
                 "{x}"
             );
         }
-        let mut worst = 0.0f64;
-        for i in 0..=256_000 {
-            let v = i as f32 / 4000.0;
-            let (p, exact) = (exp2_weight(v), (1.0 - f64::from(v)).exp2());
-            assert!(p > 0.0 && p < 2.0, "{v}");
-            worst = worst.max((f64::from(p) / exact - 1.0).abs());
-        }
-        assert!((7.4e-5..7.51e-5).contains(&worst), "{worst:e}");
     }
 
     #[test]
     fn weights_count_in_units_of_2_to_the_minus_22() {
         for i in 0..=64_000 {
-            let p = exp2_weight(i as f32 / 1000.0);
+            let p = exp2_float(-(i as f32) / 1000.0);
             assert_eq!(
                 f64::from(weight_units(p)),
                 (f64::from(p) * 4_194_304.0).round_ties_even()
@@ -280,7 +231,7 @@ mod tests {
             let (sum, alpha) = merge_sink(row, [m, l]);
             let want = (exact(row).exp2() + s.exp2()).log2();
             assert!((exact(sum) - want).abs() < 1e-6 + close, "{sink}");
-            assert_eq!(alpha, pow2(m.max(3.0) - 3.0));
+            assert_eq!(alpha, pow2(3.0 - m.max(3.0)));
         }
         let empty = [f32::NEG_INFINITY, 0.0];
         for sink in [-1e6, -1.0, 0.0, 1e-40, 1e6] {
@@ -320,59 +271,5 @@ mod tests {
         }
         assert_eq!(query_code(-1.5, query_step(1.5)[1]), -127);
         assert_eq!(query_step(8e-19), [0.0; 2]);
-    }
-
-    #[test]
-    fn steps_are_rounded_up_to_few_bits() {
-        for (x, bits, up) in [
-            (1.0, 3, 1.0),
-            (1.0001, 3, 1.25),
-            (1.75, 3, 1.75),
-            (1.76, 3, 2.0),
-            (1.0001, 2, 1.5),
-            (1.5001, 2, 2.0),
-        ] {
-            assert_eq!(round_up(x, bits), up, "{x}");
-        }
-    }
-
-    #[test]
-    fn weights_never_exceed_a_byte_and_round_by_less_than_a_step() {
-        for i in 0..200_000u32 {
-            let largest = f32::from_bits(0x2000_0000 + i * 7919);
-            for bits in [2, 3] {
-                let step = weight_step(largest, bits);
-                let inverse = rcp(step);
-                for t in [0, 1, 31, 63] {
-                    let x = largest * (1.0 - (i % 97) as f32 / 97.0);
-                    let steps = f64::from(x) / f64::from(step);
-                    // A carry out of the byte would come back as 0.
-                    let w = f64::from(weight_byte(x, inverse, threshold(t)));
-                    assert!((w - steps).abs() < 1.003, "{largest:e} {x:e} {t}: {w}");
-                }
-            }
-        }
-    }
-
-    #[test]
-    fn thresholds_meet_runs_and_strides_evenly() {
-        for stride in [1, 2, 4, 8] {
-            // A flat tail of a fraction of a step on every `stride`th token: its weights sum up to it.
-            for steps in [0.07f32, 0.25, 0.5, 0.93] {
-                let tokens = (0..64).step_by(stride);
-                let sum: u32 = tokens
-                    .clone()
-                    .map(|t| u32::from(weight_byte(steps, 1.0, threshold(t))))
-                    .sum();
-                let exact = steps * tokens.len() as f32;
-                assert!(
-                    (sum as f32 - exact).abs() <= 1.0,
-                    "{stride} {steps}: {sum} {exact}"
-                );
-            }
-        }
-        let mut places: Vec<u32> = (0..64).map(|t| threshold(t).to_bits()).collect();
-        places.sort_unstable();
-        assert!(places.windows(2).all(|pair| pair[1] == pair[0] + 4));
     }
 }

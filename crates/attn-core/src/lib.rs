@@ -12,7 +12,7 @@
 //!
 //! K and V are the dequantized cache. Reading order: [`format`](mod@format) (what is stored), [`layout`] (where),
 //! [`quant`] (how it is rounded), [`cache`] (which sequence owns which page), [`convert`] (other engines' caches), [`problem`], [`backend`].
-//! `docs/arithmetic.md` defines the bits of the answer; [`arithmetic`] holds its scalar functions, [`segments`] its order.
+//! `docs/arithmetic.md` defines the bits of the answer; [`arithmetic`] and [`grid`] hold its scalar functions, [`segments`] its order.
 #![forbid(unsafe_code)]
 
 pub mod arithmetic;
@@ -28,6 +28,7 @@ mod elements;
 pub mod error;
 pub mod events;
 pub mod format;
+pub mod grid;
 pub mod host_pages;
 #[doc(hidden)]
 pub mod internals;

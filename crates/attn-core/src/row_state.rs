@@ -1,7 +1,7 @@
 //! The end of a row, from its spans' states to its result: sections 6 and 7 of `docs/arithmetic.md`.
 
 use crate::{
-    arithmetic::{ftz, lse, merge_sink, pow2, rcp, sink_state},
+    arithmetic::{ftz, lse, merge_factors, merge_sink, rcp, sink_state},
     rotation::rotate_output,
 };
 
@@ -38,10 +38,9 @@ pub fn merge_max_sums(left: &mut [f32; 2], right: [f32; 2]) -> MergedO {
         *left = right;
         return MergedO::Right;
     }
-    let m = left[0].max(right[0]);
-    let (alpha, beta) = (pow2(m - left[0]), pow2(m - right[0]));
-    *left = [m, left[1] * alpha + right[1] * beta];
-    MergedO::Sum([alpha, beta])
+    let (m, factors) = merge_factors(left[0], right[0]);
+    *left = [m, left[1] * factors[0] + right[1] * factors[1]];
+    MergedO::Sum(factors)
 }
 
 /// Merges the state of the tokens that follow, `[m, l]` and O, into that of the tokens before them.

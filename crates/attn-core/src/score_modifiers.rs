@@ -74,6 +74,12 @@ impl ScoreModifiers {
         self.softmax_scale.unwrap_or_else(usual)
     }
 
+    /// Whether scores pass through a soft cap or ALiBi's slopes.
+    #[must_use]
+    pub fn changes_scores(&self) -> bool {
+        self.softcap.is_some() || self.alibi_slopes.is_some()
+    }
+
     /// Refuses values that the library does not define for so many query heads.
     ///
     /// # Errors

@@ -1,7 +1,8 @@
-//! The law's scalar functions at the ends of their ranges and at their ties.
+//! The scalar functions of the arithmetic at the ends of their ranges and at their ties.
 
 use attn_core::arithmetic::{
-    exponent, ftz, lse, pow2, query_code, query_step, shift_sum, softcap, weight_step,
+    exponent, fold_factors, ftz, lse, merge_factors, pow2, query_code, query_step, shift_sum,
+    softcap,
 };
 
 #[test]
@@ -18,15 +19,11 @@ fn exponents_are_those_of_the_largest_power_below() {
 }
 
 #[test]
-fn rows_of_zeros_begin_below_2_to_the_minus_60_and_weights_of_zero_below_2_to_the_minus_100() {
+fn rows_of_zeros_begin_below_2_to_the_minus_60() {
     let power = |e: u32| f32::from_bits((127 - e) << 23);
     let below = |x: f32| f32::from_bits(x.to_bits() - 1);
     assert_eq!(query_step(below(power(60))), [0.0; 2]);
     assert!(query_step(power(60)).iter().all(|x| *x > 0.0));
-    let least = power(100);
-    let below = below(least);
-    assert_eq!(weight_step(below, 3), 0.0);
-    assert!(weight_step(least, 2) > 0.0);
 }
 
 #[test]
@@ -56,12 +53,50 @@ fn shifts_are_added_in_eight_sums_and_then_in_pairs() {
 }
 
 #[test]
-fn weights_are_powers_of_two_up_to_a_distance_of_64() {
-    for distance in 0..=64 {
-        assert_eq!(f64::from(pow2(distance as f32)), 2f64.powi(-distance));
+fn powers_of_two_end_below_2_to_the_minus_64() {
+    for k in -64..=40 {
+        assert_eq!(f64::from(pow2(k as f32)), 2f64.powi(k));
     }
-    for distance in [65.0, 127.0, 1e30, f32::INFINITY] {
-        assert_eq!(pow2(distance), 0.0);
+    for k in [-65.0, -127.0, -1e30, f32::NEG_INFINITY] {
+        assert_eq!(pow2(k), 0.0);
+    }
+}
+
+#[test]
+fn a_tile_folds_into_its_states_exponent_unless_it_exceeds_it_by_more_than_40() {
+    let power = |k: i32| 2f64.powi(k) as f32;
+    let m = -7.0;
+    for k in -64..=40 {
+        let folded = fold_factors(m, m + k as f32);
+        assert_eq!(folded, (m, [1.0, power(k)]), "{k}");
+    }
+    for k in [-65.0, -1e6, -1e30] {
+        assert_eq!(fold_factors(m, m + k), (m, [1.0, 0.0]), "{k}");
+    }
+    for k in 41..=64 {
+        let folded = fold_factors(m, m + k as f32);
+        assert_eq!(folded, (m + k as f32, [power(-k), 1.0]), "{k}");
+    }
+    for k in [65.0, 1e6, 1e30] {
+        assert_eq!(fold_factors(m, m + k), (m + k, [0.0, 1.0]), "{k}");
+    }
+    for tile in [-1e30, 0.0, 41.0] {
+        assert_eq!(fold_factors(f32::NEG_INFINITY, tile), (tile, [0.0, 1.0]));
+    }
+}
+
+#[test]
+fn states_merge_to_the_larger_exponent() {
+    let power = |k: i32| 2f64.powi(k) as f32;
+    let m = 5.0;
+    for k in 0..=64 {
+        let (low, small) = (m - k as f32, power(-k));
+        assert_eq!(merge_factors(m, low), (m, [1.0, small]), "{k}");
+        assert_eq!(merge_factors(low, m), (m, [small, 1.0]), "{k}");
+    }
+    for low in [m - 65.0, -1e30, f32::NEG_INFINITY] {
+        assert_eq!(merge_factors(m, low), (m, [1.0, 0.0]), "{low}");
+        assert_eq!(merge_factors(low, m), (m, [0.0, 1.0]), "{low}");
     }
 }
 

@@ -38,7 +38,7 @@ fn a_state_far_below_another_counts_as_nothing() {
         let small = AttnState::new(2, vec![4.0, 5.0], vec![7.0 - distance]).unwrap();
         for (mut left, right) in [(large.clone(), &small), (small.clone(), &large)] {
             left.merge_state(right).unwrap();
-            // The law's exp2 and reciprocal err by a unit in the last place.
+            // The arithmetic's exp2 and reciprocal err by a unit in the last place.
             let close = |(x, y): (&f32, &f32)| (x - y).abs() < 3e-7 * y.abs();
             let pairs = left.out().iter().zip(large.out());
             assert!(pairs.clone().all(close), "{distance}: {left:?}");

@@ -17,6 +17,7 @@ use crate::{
     blocks,
     fetch::{Ahead, Fetch},
     float, float_modes,
+    grid::Operations,
     lanes::{LaneCodes, MANY_ROWS},
     merge::{States, merge},
     query::{self, QueryRows},
@@ -93,6 +94,11 @@ macro_rules! kernels {
             pub fn epilogue(states: &States<'_>, span: usize, end: RowEnd, out: &mut [f32]) -> f32 {
                 crate::merge::epilogue($dot.simd(), states, span, end, out)
             }
+
+            $(#[target_feature(enable = $features)])?
+            pub fn operations(inputs: &[[f32; 16]; 3]) -> Operations {
+                crate::grid::operations($dot.simd(), inputs)
+            }
         }
     };
 }
@@ -102,21 +108,21 @@ kernels!(portable, [], Dot16(Portable));
 kernels!(
     #[cfg(target_arch = "x86_64")]
     avx2,
-    ["avx2,f16c"],
+    ["avx2,fma,f16c"],
     // SAFETY: the function's own features, which its caller has checked; so below.
     unsafe { crate::simd::avx2::Dot8::new() }
 );
 kernels!(
     #[cfg(target_arch = "x86_64")]
     avx512,
-    ["avx2,f16c,avx512f,avx512bw,avx512dq,avx512vl"],
+    ["avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl"],
     // SAFETY: as above.
     Dot16(unsafe { crate::simd::avx512::Avx512::new() })
 );
 kernels!(
     #[cfg(target_arch = "x86_64")]
     avx512vnni,
-    ["avx2,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni"],
+    ["avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni"],
     // SAFETY: as above.
     unsafe { crate::simd::avx512::Vnni::new() }
 );
@@ -131,49 +137,52 @@ kernels!(
 /// Merges a row's states in spans of so many, writes the output and returns the log-sum-exp.
 type Epilogue = unsafe fn(&States<'_>, usize, RowEnd, &mut [f32]) -> f32;
 
+/// A function of an instruction set's kernels.
+macro_rules! of_isa {
+    ($isa:expr, $function:ident) => {
+        match $isa {
+            Isa::Scalar => scalar::$function,
+            Isa::Portable => portable::$function,
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx2 => avx2::$function,
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512 => avx512::$function,
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512Vnni => avx512vnni::$function,
+            #[cfg(target_arch = "aarch64")]
+            Isa::Neon => neon::$function,
+            #[allow(unreachable_patterns, reason = "the target decides which sets exist")]
+            _ => portable::$function,
+        }
+    };
+}
+
 fn kernels(isa: Isa, integer: bool) -> (Attend, Epilogue) {
-    macro_rules! of {
-        ($name:ident) => {
-            match integer {
-                true => ($name::integer, $name::epilogue),
-                false => ($name::float, $name::epilogue),
-            }
-        };
-    }
-    match isa {
-        Isa::Scalar => of!(scalar),
-        Isa::Portable => of!(portable),
-        #[cfg(target_arch = "x86_64")]
-        Isa::Avx2 => of!(avx2),
-        #[cfg(target_arch = "x86_64")]
-        Isa::Avx512 => of!(avx512),
-        #[cfg(target_arch = "x86_64")]
-        Isa::Avx512Vnni => of!(avx512vnni),
-        #[cfg(target_arch = "aarch64")]
-        Isa::Neon => of!(neon),
-        #[allow(unreachable_patterns, reason = "the target decides which sets exist")]
-        _ => of!(portable),
-    }
+    let attend: Attend = if integer {
+        of_isa!(isa, integer)
+    } else {
+        of_isa!(isa, float)
+    };
+    (attend, of_isa!(isa, epilogue))
 }
 
 /// Computes `rounds` rounds of products of 8-bit integers as the integer kernels do, and returns how many products a round has.
 pub(crate) fn products(isa: Isa, rounds: usize) -> usize {
-    let products: unsafe fn(usize) -> usize = match isa {
-        Isa::Scalar => scalar::products,
-        Isa::Portable => portable::products,
-        #[cfg(target_arch = "x86_64")]
-        Isa::Avx2 => avx2::products,
-        #[cfg(target_arch = "x86_64")]
-        Isa::Avx512 => avx512::products,
-        #[cfg(target_arch = "x86_64")]
-        Isa::Avx512Vnni => avx512vnni::products,
-        #[cfg(target_arch = "aarch64")]
-        Isa::Neon => neon::products,
-        #[allow(unreachable_patterns, reason = "the target decides which sets exist")]
-        _ => portable::products,
-    };
+    let products: unsafe fn(usize) -> usize = of_isa!(isa, products);
     // SAFETY: the machine has `isa`: `CpuBackend` holds no other.
     unsafe { products(rounds) }
+}
+
+/// The operations of the grid on `isa`, for tests.
+///
+/// # Panics
+/// If the machine has no `isa`.
+#[must_use]
+pub fn grid_operations(isa: Isa, inputs: &[[f32; 16]; 3]) -> Operations {
+    assert!(isa.is_available(), "this machine has no {isa}");
+    let operations: unsafe fn(&[[f32; 16]; 3]) -> Operations = of_isa!(isa, operations);
+    // SAFETY: the machine has `isa`.
+    float_modes::with_default(|| unsafe { operations(inputs) })
 }
 
 /// Whether a step takes less time on one thread than by waking others, which takes 13 to 40 µs on a virtual machine: so many products

@@ -131,7 +131,7 @@ unsafe fn k_sums<D: Dot, const R: usize, const NIBBLES: bool, const FIRST: usize
     sums
 }
 
-/// Section 4 for `R` rows from `row` on: scores of the tile's tokens.
+/// Section 4 for `R` rows from `row` on: scores of the tile's tokens before their multiplication by the row's step.
 ///
 /// # Safety
 /// The tile's places are readable (see [`Tile`]), `rows` is prepared for its K.
@@ -226,10 +226,9 @@ pub(crate) unsafe fn scores_of_lanes<D: Dot, const R: usize, const NIBBLES: bool
 /// Where the scores of `R` rows go, and what makes them of sums. Numbers of rows stay in memory: an operation repeats one for all lanes at no cost,
 /// and a vector of it would take a register, or a load of a whole line.
 struct Scores<const R: usize> {
-    /// `Q_g`, `[row][MAX_GROUPS]`, and what is taken out of the sums for each of it.
+    /// `Q_g`, `[row][MAX_GROUPS]`, and what is added to the sums for each of it.
     q_sums: *const f32,
     bias: f32,
-    step: *const f32,
     out: *mut f32,
 }
 
@@ -238,8 +237,7 @@ impl<const R: usize> Scores<R> {
     fn of<D: Dot>(_: D, tile: &Tile, rows: &mut QueryRows, row: usize) -> Self {
         Scores {
             q_sums: rows.q_sums.as_slice()[row * MAX_GROUPS..][..R * MAX_GROUPS].as_ptr(),
-            bias: tile.k_code.bias(D::K_BIAS),
-            step: rows.step.as_slice()[row..][..R].as_ptr(),
+            bias: -tile.k_code.bias(D::K_BIAS),
             out: rows.scores.as_mut_slice()[row * TILE..][..R * TILE].as_mut_ptr(),
         }
     }
@@ -263,7 +261,7 @@ impl<const R: usize> Scores<R> {
         for r in 0..R {
             // SAFETY: group g < MAX_GROUPS of row r.
             let q_sum = s.splat(unsafe { *self.q_sums.add(r * MAX_GROUPS + g) });
-            let sum = s.sub(s.to_f(sums[r]), s.mul(q_sum, s.splat(self.bias)));
+            let sum = s.mul_add(q_sum, s.splat(self.bias), s.to_f(sums[r]));
             let mut term = s.mul(sum, scale);
             if tile.k_has_shift {
                 // SAFETY: as for the scale.
@@ -279,11 +277,8 @@ impl<const R: usize> Scores<R> {
     #[inline(always)]
     unsafe fn store<S: Simd>(&mut self, s: S, t: usize, a: &[S::F; R]) {
         for r in 0..R {
-            // SAFETY: row r's step; R·TILE floats are writable at `out`.
-            unsafe {
-                let x = s.mul(a[r], s.splat(*self.step.add(r)));
-                s.store(self.out.add(r * TILE + t), x);
-            }
+            // SAFETY: R·TILE floats are writable at `out`.
+            unsafe { s.store(self.out.add(r * TILE + t), a[r]) };
         }
     }
 }
@@ -475,14 +470,14 @@ pub(crate) unsafe fn values_of_lanes<
     }
 }
 
-/// What makes values of the sums of `R` rows with one group of V, and where they are folded. Numbers stay in memory, as for [`Scores`].
+/// What makes values of the sums of `R` rows with one group of V, and where they are folded: all products are exact. Without shifts, a row's step has its β in
+/// it. Numbers stay in memory, as for [`Scores`].
 struct Fold<const R: usize> {
     biases: *const f32,
     steps: *const f32,
     shifts: *const f32,
     is_biased: bool,
     has_shift: bool,
-    alpha: *const f32,
     beta: *const f32,
     o: [*mut f32; R],
 }
@@ -508,7 +503,6 @@ impl<const R: usize> Fold<R> {
             shifts: numbers(&rows.v_shifts, at),
             is_biased: tile.v_code != Code::Int8,
             has_shift: tile.v_has_shift,
-            alpha: numbers(&rows.alpha, row),
             beta: beta.as_ptr(),
             o: places,
         }
@@ -527,13 +521,13 @@ impl<const R: usize> Fold<R> {
                 if self.is_biased {
                     value = s.sub(value, s.splat(*self.biases.add(r)));
                 }
-                value = s.mul(value, s.splat(*self.steps.add(r)));
+                let (o, step) = (self.o[r].add(dim0), s.splat(*self.steps.add(r)));
+                let mut factor = step;
                 if self.has_shift {
-                    value = s.add(value, s.splat(*self.shifts.add(r)));
+                    value = s.mul_add(value, step, s.splat(*self.shifts.add(r)));
+                    factor = s.splat(*self.beta.add(r));
                 }
-                let o = self.o[r].add(dim0);
-                let old = s.ftz(s.mul(s.load(o), s.splat(*self.alpha.add(r))));
-                s.store(o, s.add(old, s.mul(value, s.splat(*self.beta.add(r)))));
+                s.store(o, s.mul_add(value, factor, s.load(o)));
             }
         }
     }

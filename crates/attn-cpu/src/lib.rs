@@ -2,7 +2,7 @@
 //!
 //! Both read native pages and contiguous views through `reader`. The kernels: `simd` has the vectors of each instruction set,
 //! `query` holds the query rows, `tile` finds 64 tokens (`unpack` converts those that the kernels cannot read in place), `integer` and `float` are the
-//! two arithmetics (`lanes` unpacks a tile for the integer one where there are many query rows), `softmax` is what they share, `decode` cuts a step into splits for threads, `pool` has the threads.
+//! two arithmetics (`lanes` unpacks a tile for the integer one where there are many query rows), `grid` and `weights` are the integer one's softmax, `softmax` is what they share, `decode` cuts a step into splits for threads, `pool` has the threads.
 //! `peak` is their dot product alone. Appends go through `store` to `quantize`. `float_modes` keeps a caller's flush-to-zero and rounding out of all of it.
 
 mod affinity;
@@ -12,6 +12,7 @@ mod decode;
 mod fetch;
 mod float;
 mod float_modes;
+mod grid;
 mod integer;
 mod lanes;
 mod merge;
@@ -41,6 +42,8 @@ mod widen;
 pub mod internals {
     pub use crate::{
         affinity::{allowed, confine, shares},
+        decode::grid_operations,
+        grid::Operations,
         reader::{Reader, Side},
     };
 }

@@ -84,13 +84,13 @@ fn plain(writer: &RowWriter, tokens: Tokens<'_>, head: usize, runs: Runs<'_>) {
 }
 
 #[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx2,f16c")]
+#[target_feature(enable = "avx2,fma,f16c")]
 fn avx2(writer: &RowWriter, tokens: Tokens<'_>, head: usize, runs: Runs<'_>) {
     write_run(writer, tokens, head, runs);
 }
 
 #[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx2,f16c,avx512f,avx512bw,avx512dq,avx512vl")]
+#[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl")]
 fn avx512(writer: &RowWriter, tokens: Tokens<'_>, head: usize, runs: Runs<'_>) {
     write_run(writer, tokens, head, runs);
 }

@@ -19,11 +19,11 @@ pub(crate) struct QueryRows {
     pub q_sums: Aligned<f32>,
     /// `σ`, `[row]`.
     pub step: Aligned<f32>,
-    /// Scores, then weights p, `[row][TILE]`.
+    /// Scores (of integers, before their multiplication by σ), then weights p, `[row][TILE]`.
     pub scores: Aligned<f32>,
     /// Weight operands, `[row][group][4][OPERAND]`.
     pub v_operands: Aligned<u8>,
-    /// What is taken out of the sums with V, κ, and the shifts' term of V: `[group]`[[`stride`](QueryRows::stride)].
+    /// What is taken out of the sums with V, κ (times β where V has no shifts), and the shifts' term of V: `[group]`[[`stride`](QueryRows::stride)].
     pub w_biases: Aligned<f32>,
     pub w_steps: Aligned<f32>,
     pub v_shifts: Aligned<f32>,

@@ -7,10 +7,10 @@ use std::ops::Range;
 use attn_core::{
     Int8Scale, Problem, Scheme,
     arithmetic::{
-        EXP2_MIN, LOG2_E, SEGMENT, TILE, WEIGHT_MAX, exp2_float, exp2_weight, query_code,
-        query_step, rcp, shift_sum, softcap, threshold, weight_byte, weight_step, weight_units,
+        EXP2_MIN, LOG2_E, SEGMENT, TILE, exp2_float, exp2i, query_code, query_step, shift_sum,
+        softcap, weight_units,
     },
-    quant,
+    grid, quant,
     rotation::rotate_back,
     row_state::{self, RowEnd},
 };
@@ -145,37 +145,75 @@ fn fold_tile(
     visible: &[bool],
     state: &mut State,
 ) {
-    let scores: Vec<f32> = tile
-        .clone()
-        .zip(visible)
-        .map(|(t, &seen)| match seen {
-            true if integer => row.modify(integer_score(row, reader, t), t),
-            true => row.modify(float_score(row, reader, t), t),
-            false => f32::NEG_INFINITY,
-        })
-        .collect();
-    let largest = scores
-        .iter()
-        .copied()
-        .fold(f32::NEG_INFINITY, f32::max)
-        .ceil();
-    let m = if integer { largest - 1.0 } else { largest };
-    let p: Vec<f32> = scores
-        .iter()
-        .zip(visible)
-        .map(|(s, &seen)| match seen {
-            true if integer => exp2_weight((largest - s).min(WEIGHT_MAX)),
-            true => exp2_float((s - m).max(EXP2_MIN)),
-            false => 0.0,
-        })
-        .collect();
-    let l: i32 = p.iter().copied().map(weight_units).sum();
-    let value = if integer {
-        integer_values(row, &p, reader, tile)
+    let (m, l, value) = if integer {
+        integer_tile(row, reader, tile, visible)
     } else {
-        float_values(row, &p, visible, reader, tile)
+        float_tile(row, reader, tile, visible)
     };
     state.fold(m, l, &value);
+}
+
+/// Sections 4 and 5: the value `(m, l, T)` of a tile of which the row sees some tokens.
+fn integer_tile(
+    row: &QueryRow<'_>,
+    reader: &Reader<'_>,
+    tile: Range<usize>,
+    visible: &[bool],
+) -> (f32, f32, Vec<f32>) {
+    let seen = || tile.clone().zip(visible).filter(|(_, seen)| **seen);
+    let terms = seen().map(|(t, _)| integer_score(row, reader, t));
+    let (scores, step): (Vec<f32>, f32) = if row.problem.scores.changes_scores() {
+        let tokens = seen().map(|(t, _)| t);
+        let modified = terms.zip(tokens).map(|(a, t)| row.modify(a * row.step, t));
+        (modified.collect(), 1.0)
+    } else {
+        (terms.collect(), row.step)
+    };
+    let max = |y: &[f32]| y.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    let mut y: Vec<f32> = scores.iter().map(|a| grid::grid_score(*a, step)).collect();
+    let mut ceil = grid::grid_ceil(max(&y));
+    let mut exponent = ceil - grid::SCORE_BASE;
+    if !grid::is_near(max(&y)) {
+        let s: Vec<f32> = scores.iter().map(|a| a * step).collect();
+        let largest = max(&s).ceil();
+        let from_largest = |s: &f32| grid::SCORE_BASE + (s - largest).max(-65536.0);
+        y = s.iter().map(from_largest).collect();
+        (ceil, exponent) = (grid::SCORE_BASE, largest);
+    }
+    let mut y = y.into_iter();
+    let points: Vec<Option<i32>> = visible
+        .iter()
+        .map(|seen| seen.then(|| grid::weight_point(y.next().expect("a score each"), ceil)))
+        .collect();
+    let l: i32 = points
+        .iter()
+        .flatten()
+        .copied()
+        .map(grid::weight_units)
+        .sum();
+    let value = integer_values(row, &points, reader, tile);
+    (exponent + grid::WEIGHT_SHIFT, l as f32 * exp2i(-24), value)
+}
+
+/// Section 8: the value `(m, l, T)` of a tile of which the row sees some tokens.
+fn float_tile(
+    row: &QueryRow<'_>,
+    reader: &Reader<'_>,
+    tile: Range<usize>,
+    visible: &[bool],
+) -> (f32, f32, Vec<f32>) {
+    let scores: Vec<Option<f32>> = tile
+        .clone()
+        .zip(visible)
+        .map(|(t, seen)| seen.then(|| row.modify(float_score(row, reader, t), t)))
+        .collect();
+    let seen = scores.iter().flatten().copied();
+    let m = seen.fold(f32::NEG_INFINITY, f32::max).ceil();
+    let weight = |s: &Option<f32>| s.map_or(0.0, |s| exp2_float((s - m).max(EXP2_MIN)));
+    let p: Vec<f32> = scores.iter().map(weight).collect();
+    let l: i32 = p.iter().copied().map(weight_units).sum();
+    let value = float_values(row, &p, visible, reader, tile);
+    (m, l as f32 * exp2i(-22), value)
 }
 
 /// How the codes of one token enter the products: as `code + residual`, and `2·sum − offset·weights` where the codes are half steps.
@@ -194,7 +232,7 @@ fn middle(fine: bool) -> i32 {
     if fine { 255 } else { 240 }
 }
 
-/// Section 4: the base-2 score of one token, before soft cap and ALiBi.
+/// Section 4: the score of one token before its multiplication by the row's step.
 fn integer_score(row: &QueryRow<'_>, reader: &Reader<'_>, t: usize) -> f32 {
     let scheme = reader.scheme(Side::K);
     let fine = row.is_fine(scheme, t);
@@ -217,13 +255,13 @@ fn integer_score(row: &QueryRow<'_>, reader: &Reader<'_>, t: usize) -> f32 {
         };
         a = if g == 0 { term } else { a + term };
     }
-    a * row.step
+    a
 }
 
-/// Section 5: the tile's value from weights of one byte; `p` covers the tile's cached tokens.
+/// Section 5: the tile's value from weights of one byte; `points` are those of the tile's cached tokens, none of tokens that are not seen.
 fn integer_values(
     row: &QueryRow<'_>,
-    p: &[f32],
+    points: &[Option<i32>],
     reader: &Reader<'_>,
     tile: Range<usize>,
 ) -> Vec<f32> {
@@ -235,29 +273,30 @@ fn integer_values(
     let mut value = vec![0.0; head_dim];
     for (g, value) in value.chunks_exact_mut(len).enumerate() {
         let params: Vec<_> = tile.clone().map(|t| reader.param(Side::V, t, g)).collect();
-        let x: Vec<f32> = p
-            .iter()
-            .zip(&params)
-            .map(|(p, param)| {
-                let scale = param.scale.to_f32();
-                p * if half_steps { scale / 16.0 } else { scale }
-            })
-            .collect();
-        let step = weight_step(x.iter().copied().fold(0.0, f32::max), bits);
-        let inverse = if step == 0.0 { 0.0 } else { rcp(step) };
+        let scaled = |(point, param): (&Option<i32>, &quant::Param)| {
+            let scale = match scheme {
+                Scheme::Int8(Int8Scale::Tensor) => 0,
+                // A sixteenth of the scale.
+                Scheme::RotatedInt4 { .. } => grid::scale_point(param.scale)? - 4 * grid::GRID,
+                _ => grid::scale_point(param.scale)?,
+            };
+            Some((*point)? + scale)
+        };
+        let scaled: Vec<Option<i32>> = points.iter().zip(&params).map(scaled).collect();
+        let largest = scaled.iter().flatten().copied().max();
+        let [step, inverse] = grid::weight_step(largest.unwrap_or(i32::MIN), bits);
         let w8: Vec<i32> = tile
             .clone()
-            .zip(&x)
-            .map(|(t, x)| i32::from(weight_byte(*x, inverse, threshold(t))))
-            .map(|w| if step == 0.0 { 0 } else { w })
+            .zip(&scaled)
+            .map(|(t, point)| point.map_or(0, |point| grid::weight_byte(point, inverse, t)))
+            .map(i32::from)
             .collect();
         let weights: i32 = w8.iter().sum();
         let shifts = match scheme {
-            Scheme::Int4(_) => shift_sum(
-                p.iter()
-                    .zip(&params)
-                    .map(|(p, param)| p * param.centred_shift()),
-            ),
+            Scheme::Int4(_) => shift_sum(points.iter().zip(&params).map(|(point, param)| {
+                let units = point.map_or(0, grid::weight_units);
+                units as f32 * exp2i(-24) * param.centred_shift()
+            })),
             _ => 0.0,
         };
         for (d, value) in value.iter_mut().enumerate() {

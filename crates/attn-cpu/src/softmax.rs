@@ -1,6 +1,6 @@
-//! Sections 3 (modifiers) and 4 (weights) of the arithmetic over vectors, and section 5's fold.
+//! The score modifiers (section 4 of docs/arithmetic.md), and the float arithmetic's weights and fold (sections 8 and 6), over vectors.
 
-use attn_core::arithmetic::{EXP2_FLOAT, EXP2_MIN, ROUND, TILE, WEIGHT_BASE, exp2i, pow2};
+use attn_core::arithmetic::{EXP2_FLOAT, EXP2_MIN, ROUND, TILE, WEIGHT_BASE, exp2i, fold_factors};
 
 use crate::{query::QueryRows, simd::Simd};
 
@@ -30,18 +30,13 @@ impl Modifiers {
     }
 }
 
-/// 2^x by a polynomial: `round` and `coefficients` are those of one of the arithmetic's two exponentials.
+/// `exp2f` of section 8.
 #[inline(always)]
-pub(crate) fn exp2<S: Simd, const N: usize>(
-    s: S,
-    x: S::F,
-    round: f32,
-    coefficients: &[f32; N],
-) -> S::F {
-    let t = s.add(x, s.splat(round));
-    let r = s.sub(x, s.sub(t, s.splat(round)));
-    let mut y = s.splat(coefficients[0]);
-    for c in &coefficients[1..] {
+fn exp2<S: Simd>(s: S, x: S::F) -> S::F {
+    let t = s.add(x, s.splat(ROUND));
+    let r = s.sub(x, s.sub(t, s.splat(ROUND)));
+    let mut y = s.splat(EXP2_FLOAT[0]);
+    for c in &EXP2_FLOAT[1..] {
         y = s.add(s.mul(y, r), s.splat(*c));
     }
     s.of_bits(s.i_add(s.bits(y), s.i_shl::<23>(s.bits(t))))
@@ -49,7 +44,7 @@ pub(crate) fn exp2<S: Simd, const N: usize>(
 
 /// `rcp` of section 7.
 #[inline(always)]
-pub(crate) fn rcp<S: Simd>(s: S, x: S::F) -> S::F {
+fn rcp<S: Simd>(s: S, x: S::F) -> S::F {
     let mut y = s.of_bits(s.i_sub(s.i_splat(0x7EF3_11C7), s.bits(x)));
     for _ in 0..4 {
         y = s.mul(y, s.sub(s.splat(2.0), s.mul(x, y)));
@@ -62,7 +57,7 @@ fn softcap<S: Simd>(s: S, x: S::F, [inverse, cap]: [f32; 2]) -> S::F {
     let sign = s.i_splat(i32::MIN);
     let x_abs = s.abs(x);
     let down = s.of_bits(s.i_xor(s.bits(s.mul(x_abs, s.splat(inverse))), sign));
-    let e = exp2(s, s.max(down, s.splat(EXP2_MIN)), ROUND, &EXP2_FLOAT);
+    let e = exp2(s, s.max(down, s.splat(EXP2_MIN)));
     let tanh = s.mul(s.sub(s.splat(1.0), e), rcp(s, s.add(s.splat(1.0), e)));
     // tanh·cap is not negative, so the sign goes in by ^.
     let capped = s.bits(s.mul(tanh, s.splat(cap)));
@@ -129,7 +124,7 @@ pub(crate) unsafe fn weights<S: Simd>(
         // SAFETY: as above.
         let x = unsafe { s.load(scores.add(lane)) };
         let x = s.max(s.sub(x, s.splat(largest)), s.splat(EXP2_MIN));
-        let mut p = exp2(s, x, ROUND, &EXP2_FLOAT);
+        let mut p = exp2(s, x);
         if start > 0 || end < TILE {
             let from = |t: usize| t as i32 - lane as i32;
             p = s.keep(p, from(start), from(end), 0.0);
@@ -143,17 +138,16 @@ pub(crate) unsafe fn weights<S: Simd>(
     (largest, s.i_sum(l).wrapping_sub(base))
 }
 
-/// Folds a tile's m and l into a row's state (section 5), and leaves the factors α and β for O.
+/// Folds a tile's m and l into a row's state (section 6), and leaves the factors α and β for O.
 #[inline(always)]
 pub(crate) fn fold_scalars(rows: &mut QueryRows, row: usize, m_tile: f32, l_tile: i32) {
     let (m, l) = (
         &mut rows.m.as_mut_slice()[row],
         &mut rows.l.as_mut_slice()[row],
     );
-    let max = m.max(m_tile);
-    let (alpha, beta) = (pow2(max - *m), pow2(max - m_tile));
+    let (joined, [alpha, beta]) = fold_factors(*m, m_tile);
     *l = *l * alpha + l_tile as f32 * exp2i(-22) * beta;
-    *m = max;
+    *m = joined;
     rows.alpha.as_mut_slice()[row] = alpha;
     rows.beta.as_mut_slice()[row] = beta;
 }

@@ -91,21 +91,31 @@ impl<'a> SplitInputs<'a> {
     /// The tokens of a tile that a query row of a pass sees, counted from the tile's first one; none for other rows.
     #[inline(always)]
     pub fn seen_in(&self, tile: TilePlace, pass: &Pass) -> impl Fn(usize) -> [usize; 2] {
-        let (problem, per) = (self.problem, self.problem.heads_per_kv());
-        let (b, first) = (self.split.block.sequence, self.queries.start);
-        let TilePlace { t0, tokens } = tile;
-        let queries = pass.queries.clone();
-        move |row| {
-            let i = first + row / per;
-            if !queries.contains(&i) {
-                return [0, 0];
-            }
-            let seen = problem.visible(b, i);
-            [
-                seen.start.max(t0) - t0,
-                seen.end.min(t0 + tokens).max(t0) - t0,
-            ]
+        let (queries, b) = (pass.queries.clone(), self.split.block.sequence);
+        // What a query token sees starts and ends no earlier than what those before it see.
+        let is_whole = tile.tokens == TILE
+            && queries == self.queries
+            && self.problem.visible(b, queries.start).end >= tile.t0 + TILE
+            && self.problem.visible(b, queries.end - 1).start <= tile.t0;
+        move |row| match is_whole {
+            true => [0, TILE],
+            false => self.seen_by(row, tile, &queries),
         }
+    }
+
+    /// What a row sees of a tile that not all rows see all of. A call of its own: the kernels have the answer for other tiles in registers.
+    #[inline(never)]
+    fn seen_by(&self, row: usize, tile: TilePlace, queries: &Range<usize>) -> [usize; 2] {
+        let i = self.queries.start + row / self.problem.heads_per_kv();
+        if !queries.contains(&i) {
+            return [0, 0];
+        }
+        let seen = self.problem.visible(self.split.block.sequence, i);
+        let end = tile.t0 + tile.tokens;
+        [
+            seen.start.max(tile.t0) - tile.t0,
+            seen.end.min(end).max(tile.t0) - tile.t0,
+        ]
     }
 
     /// The query tokens that read a tile alike, with and without residuals of K and V: query tokens of one step may lie in several tiles.

@@ -1,7 +1,7 @@
 //! The state of one query row over some tokens, and the two ways to combine states: fold and merge.
 
 use attn_core::{
-    arithmetic::{SPAN, exp2i, ftz, pow2},
+    arithmetic::{SPAN, fold_factors, ftz},
     row_state,
 };
 
@@ -22,19 +22,12 @@ impl State {
         }
     }
 
-    /// Adds one tile's value: `l_tile` is in units of 2^-22.
-    pub fn fold(&mut self, m_tile: f32, l_tile: i32, t: &[f32]) {
-        let m = self.m.max(m_tile);
-        let (alpha, beta) = (pow2(m - self.m), pow2(m - m_tile));
-        self.l = self.l * alpha + l_tile as f32 * exp2i(-22) * beta;
-        if alpha == 1.0 {
-            for (o, t) in self.o.iter_mut().zip(t) {
-                *o = ftz(*o) + t * beta;
-            }
-        } else {
-            for (o, t) in self.o.iter_mut().zip(t) {
-                *o = ftz(*o * alpha) + t * beta;
-            }
+    /// Adds one tile's value.
+    pub fn fold(&mut self, m_tile: f32, l_tile: f32, t: &[f32]) {
+        let (m, [alpha, beta]) = fold_factors(self.m, m_tile);
+        self.l = self.l * alpha + l_tile * beta;
+        for (o, t) in self.o.iter_mut().zip(t) {
+            *o = ftz(*o * alpha) + t * beta;
         }
         self.m = m;
     }

@@ -5,6 +5,7 @@
 use attn_core::{Int8Scale, Scheme, arithmetic::TILE, format::MAX_GROUPS};
 
 use crate::{
+    grid,
     reader::{PagePart, Reader, Side},
     scratch::Aligned,
     simd::{Simd, scale_and_shift},
@@ -111,7 +112,7 @@ pub(crate) struct Tile {
     pub v_code: Code,
     /// Significant bits of the weights' step.
     pub v_step_bits: u32,
-    /// v_scale (of half steps, a sixteenth of it), 0 from `tokens` on.
+    /// v_scale on the grid (of half steps, a sixteenth of it), 0 from `tokens` on.
     pub v_scale: [[f32; TILE]; MAX_GROUPS],
     pub v_shift: [[f32; TILE]; MAX_GROUPS],
     k_panels: Aligned<u8>,
@@ -197,8 +198,8 @@ impl Tile {
         } else {
             let into = [&mut self.v_scale, &mut self.v_shift];
             params(s, reader, Side::V, [t0, tokens], self.v_groups, 8.0, into);
+            grid_scales(s, scheme, &mut self.v_scale[..self.v_groups]);
         }
-        half_step_scales(s, scheme, 1.0 / 16.0, &mut self.v_scale[..self.v_groups]);
     }
 
     /// Joins the codes of one side of rotated int4 with their residuals to int8 codes, 128 less, in panels.
@@ -509,6 +510,22 @@ fn half_step_scales<S: Simd>(s: S, scheme: Scheme, unit: f32, scales: &mut [[f32
             unsafe {
                 let at = scales.as_mut_ptr().add(t);
                 s.store(at, s.mul(s.load(at), s.splat(unit)));
+            }
+        }
+    }
+}
+
+/// Puts V's scales on the grid; half steps count sixteenths.
+#[inline(always)]
+fn grid_scales<S: Simd>(s: S, scheme: Scheme, scales: &mut [[f32; TILE]]) {
+    let is_rotated = matches!(scheme, Scheme::RotatedInt4 { .. });
+    let unit = s.splat(if is_rotated { 1.0 / 16.0 } else { 1.0 });
+    for scales in scales {
+        for t in (0..TILE).step_by(S::LANES) {
+            // SAFETY: t + LANES ≤ TILE.
+            unsafe {
+                let at = scales.as_mut_ptr().add(t);
+                s.store(at, s.mul(grid::scale(s, s.load(at)), unit));
             }
         }
     }

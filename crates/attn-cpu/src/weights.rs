@@ -1,21 +1,30 @@
-//! The integer arithmetic's weights of a tile: section 5 of docs/arithmetic.md between the two products of `integer.rs`.
+//! The integer arithmetic's weights of a tile: section 5 of docs/arithmetic.md between the two products of `integer.rs`, and the fold of m and l.
 //!
 //! One vector holds what belongs to up to four query rows, that of query row r in lane r of each of the vector's rows.
 
-use attn_core::arithmetic::{
-    EXP2_WEIGHT, ROUND, ROUND_WEIGHT, SMALLEST_WEIGHT, TILE, WEIGHT_BASE, WEIGHT_MAX, exp2i,
-    threshold,
+use attn_core::{
+    arithmetic::{LARGEST_GROWTH, ROUND, TILE, exp2i},
+    grid::{
+        GRID, NEAR_END, NEAR_START, SCORE_BASE, SMALLEST_POINT, TO_STEP, WEIGHT_SHIFT, is_near,
+        threshold,
+    },
 };
 
 use crate::{
+    grid::{power, step_inverse},
     query::QueryRows,
     scratch::Aligned,
     simd::{Dot, Simd},
-    softmax::{Modifiers, exp2, modify, rcp},
+    softmax::{Modifiers, modify},
     tile::Tile,
 };
 
-/// Section 5 for `R` rows, four at most, from `row` on: weights, their operands for V, and what goes with them.
+/// Weights of 2^-96 and less are this one, also those of tokens that are not seen. It adds 0 to the sum of f16 numbers, and with the largest scale, 2^16,
+/// it is below the smallest step's 2^-58 by more than any threshold lacks; with the smallest, 2^-28, it stays normal.
+const LOWEST: f32 = SCORE_BASE - 96.0;
+
+/// Section 5 for `R` rows, four at most, from `row` on: weights, their operands for V, and what goes with them. O is ready for the tile's values
+/// afterwards: whatever α it has to be multiplied by, it has been.
 ///
 /// # Safety
 /// The tile's places are readable, and `rows` has the scores of its tokens.
@@ -29,19 +38,27 @@ pub(crate) unsafe fn weigh<D: Dot, const R: usize>(
     modifiers: &impl Fn(usize) -> Modifiers,
 ) {
     let s = d.simd();
-    let mut ranges = [[0, TILE]; R];
+    let (mut ranges, mut steps) = ([[0, TILE]; R], [0.0; R]);
     for r in 0..R {
-        ranges[r] = seen(row + r);
+        (ranges[r], steps[r]) = (seen(row + r), rows.step.as_slice()[row + r]);
     }
-    let p = rows.scores.as_mut_slice()[row * TILE..][..R * TILE].as_mut_ptr();
-    // SAFETY: R·TILE floats at p; the caller's contract.
+    let scores = rows.scores.as_mut_slice()[row * TILE..][..R * TILE].as_mut_ptr();
+    // SAFETY: R·TILE floats at `scores`; the caller's contract.
     unsafe {
-        let (m, l) = weights::<D::S, R>(s, p, ranges, |r| modifiers(row + r));
-        fold_scalars::<D::S, R>(s, rows, row, [m, s.to_f(l)]);
+        for r in 0..R {
+            let of_row = scores.add(r * TILE);
+            steps[r] = settle(s, of_row, steps[r], ranges[r], &modifiers(row + r));
+        }
+        let [base, m] = exponents::<D::S, R>(s, scores, ranges, &mut steps);
+        let l = weights::<D::S, R>(s, scores, base, &steps);
+        let moves = fold_scalars::<D::S, R>(s, rows, row, [m, l]);
         for (r, [start, end]) in ranges.into_iter().enumerate() {
             if start >= end {
                 keep_state(rows, row, r);
             }
+        }
+        if moves {
+            move_state::<D::S, R>(s, rows, row);
         }
         for g in 0..tile.v_groups {
             weight_bytes::<D, R>(d, tile, rows, row, g);
@@ -49,9 +66,113 @@ pub(crate) unsafe fn weigh<D: Dot, const R: usize>(
     }
 }
 
-/// The weights of `R` rows over one tile, in place of their scores: the maxima m, and the sums l in units of 2^-22.
+/// Makes a row's scores such that their multiplication by the step that comes back is all that is left to do: applies score modifiers, and gives
+/// tokens that the row does not see −∞.
 ///
-/// Tokens outside a row's range get 0; of a row whose range is empty, nothing that comes back is a number.
+/// # Safety
+/// TILE floats are readable and writable at `scores`.
+#[inline(always)]
+unsafe fn settle<S: Simd>(
+    s: S,
+    scores: *mut f32,
+    step: f32,
+    range: [usize; 2],
+    modifiers: &Modifiers,
+) -> f32 {
+    if range == [0, TILE] && modifiers.is_none() {
+        return step;
+    }
+    let mut left = step;
+    // A step of 0 times −∞ is no number.
+    if step == 0.0 || !modifiers.is_none() {
+        for t in (0..TILE).step_by(S::LANES) {
+            // SAFETY: t + LANES ≤ TILE.
+            unsafe {
+                let at = scores.add(t);
+                s.store(at, s.mul(s.load(at), s.splat(step)));
+            }
+        }
+        left = 1.0;
+    }
+    // SAFETY: the caller's contract.
+    unsafe { modify(s, scores, range, modifiers) };
+    left
+}
+
+/// The exponents of `R` rows: what puts a score on the grid, as the point of its weight, and m. A row whose scores leave the grid's range gets others,
+/// which count from their largest, with a step of 1. A row whose range is empty gets numbers that serve for nothing.
+///
+/// # Safety
+/// `R·TILE` floats are readable and writable at `scores`.
+#[inline(always)]
+unsafe fn exponents<S: Simd, const R: usize>(
+    s: S,
+    scores: *mut f32,
+    ranges: [[usize; 2]; R],
+    steps: &mut [f32; R],
+) -> [S::F; 2] {
+    let base = s.splat(SCORE_BASE);
+    let mut largest = [base; 4];
+    for r in 0..R {
+        let [start, end] = ranges[r];
+        if start < end {
+            let step = s.splat(steps[r]);
+            // SAFETY: row r's TILE floats.
+            unsafe {
+                let row = scores.add(r * TILE);
+                largest[r] = s.grid_sum(s.load(row), step, base);
+                for t in (S::LANES..TILE).step_by(S::LANES) {
+                    let y = s.grid_sum(s.load(row.add(t)), step, base);
+                    largest[r] = s.max(largest[r], y);
+                }
+            }
+        }
+    }
+    let top = s.maxima(largest);
+    let up = s.i_and(s.i_add(s.bits(top), s.i_splat(63)), s.i_splat(!63));
+    let mut ceil = s.of_bits(up);
+    let mut exponent = s.sub(ceil, base);
+    // At most one of the differences is negative, so that ^ finds either.
+    let last = f32::from_bits(NEAR_END.to_bits() - 1);
+    let (below, above) = (s.sub(top, s.splat(NEAR_START)), s.sub(s.splat(last), top));
+    if s.any_negative(s.i_xor(s.bits(below), s.bits(above))) {
+        let [mut tops, mut ceils, mut exponents] = [[0.0; 4]; 3];
+        // SAFETY: four floats each; R rows of TILE scores, to which nothing else refers.
+        unsafe {
+            s.store_first::<4>(tops.as_mut_ptr(), top);
+            s.store_first::<4>(ceils.as_mut_ptr(), ceil);
+            s.store_first::<4>(exponents.as_mut_ptr(), exponent);
+            for r in 0..R {
+                if !is_near(tops[r]) {
+                    let scores = std::slice::from_raw_parts_mut(scores.add(r * TILE), TILE);
+                    exponents[r] = count_from_largest(scores, steps[r]);
+                    (ceils[r], steps[r]) = (SCORE_BASE, 1.0);
+                }
+            }
+            ceil = s.load_four(ceils.as_ptr());
+            exponent = s.load_four(exponents.as_ptr());
+        }
+    }
+    [
+        s.sub(s.splat(2.0 * SCORE_BASE - WEIGHT_SHIFT), ceil),
+        s.add(exponent, s.splat(WEIGHT_SHIFT)),
+    ]
+}
+
+/// Replaces a row's scores by their differences from the largest, rounded up, which comes back.
+#[cold]
+#[inline(never)]
+fn count_from_largest(scores: &mut [f32], step: f32) -> f32 {
+    scores.iter_mut().for_each(|a| *a *= step);
+    let largest = scores.iter().fold(f32::NEG_INFINITY, |m, s| m.max(*s));
+    let largest = largest.ceil();
+    for s in scores {
+        *s = (*s - largest).max(-65536.0);
+    }
+    largest
+}
+
+/// The weights of `R` rows over one tile, in place of their scores, and the rows' sums l.
 ///
 /// # Safety
 /// `R·TILE` floats are readable and writable at `scores`.
@@ -59,72 +180,52 @@ pub(crate) unsafe fn weigh<D: Dot, const R: usize>(
 unsafe fn weights<S: Simd, const R: usize>(
     s: S,
     scores: *mut f32,
-    ranges: [[usize; 2]; R],
-    modifiers: impl Fn(usize) -> Modifiers,
-) -> (S::F, S::I) {
-    let mut largest = [s.splat(0.0); 4];
+    base: S::F,
+    steps: &[f32; R],
+) -> S::F {
+    let mut sums = [s.splat(0.0); 4];
     for r in 0..R {
-        // SAFETY: row r's TILE floats.
-        unsafe {
-            let row = scores.add(r * TILE);
-            modify(s, row, ranges[r], &modifiers(r));
-            let mut max = s.load(row);
-            for lane in (S::LANES..TILE).step_by(S::LANES) {
-                max = s.max(max, s.load(row.add(lane)));
-            }
-            largest[r] = max;
-        }
-    }
-    let top = s.ceil(s.maxima(largest));
-    let mut sums = [s.i_splat(0); 4];
-    for r in 0..R {
-        let ([start, end], top) = (ranges[r], s.lane(top, r));
-        for lane in (0..TILE).step_by(S::LANES) {
-            // SAFETY: as above.
+        let (base, step) = (s.lane(base, r), s.splat(steps[r]));
+        for t in (0..TILE).step_by(S::LANES) {
+            // SAFETY: t + LANES ≤ TILE.
             unsafe {
-                let at = scores.add(r * TILE + lane);
-                // −d: the arithmetic's d with its sign changed gives the same bits.
-                let x = s.max(s.sub(s.load(at), top), s.splat(-WEIGHT_MAX));
-                let mut p = exp2(s, x, ROUND_WEIGHT, &EXP2_WEIGHT);
-                if start > 0 || end < TILE {
-                    let from = |t: usize| t as i32 - lane as i32;
-                    p = s.keep(p, from(start), from(end), 0.0);
-                }
-                sums[r] = s.i_add(sums[r], s.bits(s.add(p, s.splat(WEIGHT_BASE))));
+                let at = scores.add(r * TILE + t);
+                // The bases differ by an integer: the rounding to a 64th is that of the maximum's y.
+                let y = s.grid_sum(s.load(at), step, base);
+                let p = power(s, s.max(y, s.splat(LOWEST)));
+                sums[r] = s.add(sums[r], s.to_half(p));
                 s.store(at, p);
             }
         }
     }
-    // Every lane counted the base once.
-    let base = (WEIGHT_BASE.to_bits() as i32).wrapping_mul(TILE as i32);
-    let l = s.i_sub(s.i_sums(sums), s.i_splat(base));
-    (s.sub(top, s.splat(1.0)), l)
+    s.exact_sums(sums)
 }
 
-/// `pow2` of section 6 for distances of 0 and more, infinity among them.
+/// `pow2` of section 6 for whole numbers up to [`LARGEST_GROWTH`], −∞ among them.
 #[inline(always)]
-fn pow2<S: Simd>(s: S, distance: S::F) -> S::F {
-    let one = s.i_splat(1.0f32.to_bits() as i32);
-    let exponent = s.i_shl::<23>(s.bits(s.add(distance, s.splat(ROUND))));
-    let far = s.i_sub(s.i_splat(64.0f32.to_bits() as i32), s.bits(distance));
-    s.of_bits(unless(s, far, s.i_sub(one, exponent)))
+fn pow2<S: Simd>(s: S, k: S::F) -> S::F {
+    let exponent = s.i_shl::<23>(s.bits(s.add(k, s.splat(ROUND))));
+    let power = s.i_add(exponent, s.i_splat(1.0f32.to_bits() as i32));
+    let is_small = s.i_sar::<31>(s.bits(s.add(k, s.splat(64.0))));
+    s.of_bits(s.i_and(power, s.i_xor(is_small, s.i_splat(-1))))
 }
 
-/// `x`, or 0 in lanes where `sign` is negative.
+/// Lanes of `a` where `mask` has all bits, of `b` where it has none.
 #[inline(always)]
-fn unless<S: Simd>(s: S, sign: S::I, x: S::I) -> S::I {
-    s.i_and(x, s.i_xor(s.i_sar::<31>(sign), s.i_splat(-1)))
+fn select<S: Simd>(s: S, mask: S::I, a: S::F, b: S::F) -> S::F {
+    let (a, b) = (s.bits(a), s.bits(b));
+    s.of_bits(s.i_xor(b, s.i_and(s.i_xor(a, b), mask)))
 }
 
-/// Folds a tile's m and l, in units of 2^-22, into the states of `R` rows (section 6), and leaves the factors α and β for O. What the rows had
-/// stays in `rows.before`, for rows that see nothing.
+/// Folds a tile's m and l into the states of `R` rows (section 6), and leaves the factors α and β for O; whether some α may differ from 1. What the rows
+/// had stays in `rows.before`, for rows that see nothing.
 #[inline(always)]
 fn fold_scalars<S: Simd, const R: usize>(
     s: S,
     rows: &mut QueryRows,
     row: usize,
     [m, l]: [S::F; 2],
-) {
+) -> bool {
     let four = |list: &mut Aligned<f32>| list.as_mut_slice()[row..][..4].as_mut_ptr();
     let (m_at, l_at) = (four(&mut rows.m), four(&mut rows.l));
     // SAFETY: four floats each.
@@ -132,13 +233,17 @@ fn fold_scalars<S: Simd, const R: usize>(
         let (m_old, l_old) = (s.load_four(m_at), s.load_four(l_at));
         s.store_first::<4>(rows.before[0].as_mut_ptr(), m_old);
         s.store_first::<4>(rows.before[1].as_mut_ptr(), l_old);
-        let top = s.max(m_old, m);
-        let (alpha, beta) = (pow2(s, s.sub(top, m_old)), pow2(s, s.sub(top, m)));
-        let l = s.mul(s.mul(l, s.splat(exp2i(-22))), beta);
-        s.store_first::<R>(m_at, top);
-        s.store_first::<R>(l_at, s.add(s.mul(l_old, alpha), l));
+        let growth = s.sub(m, m_old);
+        let moves = s.i_sar::<31>(s.bits(s.sub(s.splat(LARGEST_GROWTH), growth)));
+        let negated = s.i_xor(s.bits(growth), s.i_splat(i32::MIN));
+        let factor = pow2(s, select(s, moves, s.of_bits(negated), growth));
+        let one = s.splat(1.0);
+        let (alpha, beta) = (select(s, moves, factor, one), select(s, moves, one, factor));
+        s.store_first::<R>(m_at, select(s, moves, m, m_old));
+        s.store_first::<R>(l_at, s.add(s.mul(l_old, alpha), s.mul(l, beta)));
         s.store_first::<R>(four(&mut rows.alpha), alpha);
         s.store_first::<R>(four(&mut rows.beta), beta);
+        s.any_negative(moves)
     }
 }
 
@@ -146,7 +251,31 @@ fn fold_scalars<S: Simd, const R: usize>(
 fn keep_state(rows: &mut QueryRows, row: usize, r: usize) {
     rows.m.as_mut_slice()[row + r] = rows.before[0][r];
     rows.l.as_mut_slice()[row + r] = rows.before[1][r];
+    rows.alpha.as_mut_slice()[row + r] = 1.0;
     rows.beta.as_mut_slice()[row + r] = -1.0;
+}
+
+/// Multiplies the O of those of `R` rows by their α whose α is not 1. The others' O stays as it is: inside a segment it is normal, or 0. So does the O of
+/// an empty state, which is 0.
+///
+/// # Safety
+/// The rows have O.
+#[inline(always)]
+unsafe fn move_state<S: Simd, const R: usize>(s: S, rows: &mut QueryRows, row: usize) {
+    for r in 0..R {
+        let alpha = rows.alpha.as_slice()[row + r];
+        if alpha == 1.0 || rows.before[0][r] == f32::NEG_INFINITY {
+            continue;
+        }
+        let o = &mut rows.o.as_mut_slice()[(row + r) * rows.dim..][..rows.dim];
+        for o in o.chunks_exact_mut(S::LANES) {
+            // SAFETY: LANES floats.
+            unsafe {
+                let old = s.mul(s.load(o.as_ptr()), s.splat(alpha));
+                s.store(o.as_mut_ptr(), s.ftz(old));
+            }
+        }
+    }
 }
 
 /// The operands of the weights of `R` rows for group g of V, and what their sums with V are made to values by.
@@ -174,7 +303,8 @@ unsafe fn weight_bytes<D: Dot, const R: usize>(
             }
         }
     }
-    let [step, inverse] = weight_steps(s, s.maxima(largest), tile.v_step_bits);
+    let step = steps(s, s.maxima(largest), tile.v_step_bits);
+    let inverse = step_inverse(s, step);
     let each = tile.v_groups * 4 * D::OPERAND;
     let out = &mut rows.v_operands.as_mut_slice()[row * each + g * 4 * D::OPERAND..];
     let out = out[..(R - 1) * each + 4 * D::OPERAND].as_mut_ptr();
@@ -185,7 +315,7 @@ unsafe fn weight_bytes<D: Dot, const R: usize>(
             // SAFETY: as above.
             unsafe {
                 let x = s.mul(s.load(p.add(r * TILE + t)), s.load(scales.add(t)));
-                let rounded = s.add(s.mul(x, inverse), s.load(THRESHOLDS.0.as_ptr().add(t)));
+                let rounded = s.mul_add(x, inverse, s.load(THRESHOLDS.0.as_ptr().add(t)));
                 s.store(numbers.0.as_mut_ptr().add(t), rounded);
             }
         }
@@ -194,34 +324,33 @@ unsafe fn weight_bytes<D: Dot, const R: usize>(
     }
     let (bias, unit) = (tile.v_code.bias(0), tile.v_code.unit());
     let at = g * rows.stride() + row;
-    // SAFETY: R floats each.
+    // SAFETY: R floats each; β has room for four.
     unsafe {
         let biases = s.mul(s.to_f(s.i_sums(sums)), s.splat(bias));
         let to = rows.w_biases.as_mut_slice()[at..][..R].as_mut_ptr();
         s.store_first::<R>(to, biases);
-        let to = rows.w_steps.as_mut_slice()[at..][..R].as_mut_ptr();
-        s.store_first::<R>(to, s.mul(step, s.splat(unit)));
+        let mut factor = s.splat(unit);
         if tile.v_has_shift {
             for r in 0..R {
                 let z = shift_term(s, p.add(r * TILE), tile.v_shift[g].as_ptr());
                 rows.v_shifts.as_mut_slice()[at + r] = z;
             }
+        } else {
+            let beta = s.load_four(rows.beta.as_slice()[row..][..4].as_ptr());
+            factor = s.mul(factor, beta);
         }
+        let to = rows.w_steps.as_mut_slice()[at..][..R].as_mut_ptr();
+        s.store_first::<R>(to, s.mul(step, factor));
     }
 }
 
-/// κ of the largest weights, and 1/κ; both 0 where the weights are too small to count.
+/// κ of the largest scaled weights.
 #[inline(always)]
-fn weight_steps<S: Simd>(s: S, largest: S::F, bits: u32) -> [S::F; 2] {
+fn steps<S: Simd>(s: S, largest: S::F, bits: u32) -> S::F {
     let low = (1 << (24 - bits)) - 1;
-    let step = s.mul(largest, s.splat(f32::from_bits(0x3B80_8081)));
-    let step = s.i_and(s.i_add(s.bits(step), s.i_splat(low)), s.i_splat(!low));
-    let small = s.i_sub(s.bits(largest), s.i_splat(SMALLEST_WEIGHT.to_bits() as i32));
-    let inverse = s.bits(rcp(s, s.of_bits(step)));
-    [
-        s.of_bits(unless(s, small, step)),
-        s.of_bits(unless(s, small, inverse)),
-    ]
+    let largest = s.max(largest, s.splat(exp2i(SMALLEST_POINT / GRID)));
+    let step = s.bits(s.mul(largest, s.splat(TO_STEP)));
+    s.of_bits(s.i_and(s.i_add(step, s.i_splat(low)), s.i_splat(!low)))
 }
 
 /// A tile's numbers, on a cache line.
@@ -248,7 +377,7 @@ unsafe fn shift_term<S: Simd>(s: S, p: *const f32, shifts: *const f32) -> f32 {
     let mut sums = s.splat(0.0);
     for t in (0..TILE).step_by(S::LANES) {
         // SAFETY: t + LANES ≤ TILE.
-        let product = unsafe { s.mul(s.load(p.add(t)), s.load(shifts.add(t))) };
+        let product = unsafe { s.mul(s.to_half(s.load(p.add(t))), s.load(shifts.add(t))) };
         sums = s.add(sums, product);
         if S::ROWS == 4 {
             // The next eight tokens; what the other half of the lanes sums up is nothing.

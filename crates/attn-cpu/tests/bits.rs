@@ -308,3 +308,69 @@ fn bits_equal_reference_on_views() {
         }
     }
 }
+
+/// Rows of one block whose scores stay on the grid of section 5 or leave it, on either side, tile by tile; rows of zeros, whose step is 0; rows that see
+/// a part of a tile, or nothing of it.
+#[test]
+fn bits_equal_reference_where_scores_leave_the_grid() {
+    // Largest scores of about a thousand times these.
+    const FACTORS: [f32; 8] = [1.0, -1.0, 60.0, -70.0, 1e7, -1e15, 0.0, 8.0];
+    let (dim, heads) = (64, FACTORS.len());
+    let mut next = noise(23);
+    for (q_len, alibi, softcap) in [
+        (1, false, None),
+        (3, false, None),
+        (70, false, None),
+        (3, true, None),
+        (3, true, Some(1000.0)),
+        (2, false, Some(1000.0)),
+    ] {
+        let mut problem = Problem::new(
+            Heads {
+                q: heads,
+                kv: 1,
+                dim,
+            },
+            vec![389, 70],
+        );
+        problem.q_lens = vec![q_len; 2];
+        problem.scores.softcap = softcap;
+        problem.scores.window_left = (q_len == 3).then_some(150);
+        if alibi {
+            let slope = |h: usize| [1000.0, -1000.0, 0.5, 0.0][h % 4];
+            problem.scores.alibi_slopes = Some((0..heads).map(slope).collect());
+        }
+        // Elements of one sign, so that all scores of a row have one; each tile of another size.
+        let kv = problem.kv_lens.iter().map(|len| {
+            let size = |t: usize| [0.01, 1.0, 30.0, 0.0, 3.0, 1000.0, 1.0][t / 64];
+            let k = (0..len * dim).map(|i| size(i / dim) * (10.0 + next()));
+            let k = k.collect();
+            [k, (0..len * dim).map(|_| next()).collect()]
+        });
+        let kv = kv.collect();
+        let element = |i: usize| FACTORS[i / dim % heads] * (1.0 + 0.1 * next());
+        let q = (0..problem.rows() * dim).map(element).collect();
+        let inputs = Inputs { kv, q };
+        let plain = KvFormat::same(Scheme::Int8(Int8Scale::Token));
+        for format in formats().into_iter().chain([plain]) {
+            if format.check(dim).is_err() || !format.is_integer() {
+                continue;
+            }
+            let cache = cached(&problem, format, 64, &inputs);
+            let kv = KvSource::Cache(&cache);
+            if softcap.is_none() {
+                // The reference's rows are on both sides of the grid, and on it.
+                let all = bits(&Reference::new(), &problem, format, &inputs.q, kv);
+                let lse = all[inputs.q.len()..].iter().map(|x| f32::from_bits(*x));
+                let base2 = lse.map(|lse| lse * std::f32::consts::LOG2_E);
+                let sides = base2.fold([0; 3], |mut sides, s| {
+                    sides[1 + usize::from(s > 65_536.0) - usize::from(s < -65_408.0)] += 1;
+                    sides
+                });
+                assert!(sides.iter().all(|n| *n > 0), "{format} {sides:?}");
+            }
+            let what = format!("q_len {q_len}, alibi {alibi}, softcap {softcap:?}");
+            compare(&problem, format, &inputs.q, kv, &[2], &what);
+        }
+    }
+}

@@ -1,12 +1,15 @@
 //! Attention in f64 over values as [`crate::pages`] reads them.
 //!
-//! In the integer arithmetic a query counts with its 8 bits, and an output may err by a step of each of its weights; a row reads a rotated
-//! 4-bit cache as its own tile says (`docs/arithmetic.md`, sections 3 to 5).
+//! In the integer arithmetic a query counts with its 8 bits, scores and V's scales lie on a grid, and an output may err by a step of each of its weights; a
+//! row reads a rotated 4-bit cache as its own tile says (`docs/arithmetic.md`, sections 3 to 5).
 
 use attn_conformance::oracle::QueryRow;
 use attn_core::Problem;
 
 use crate::pages::{self, Numbers, Side};
+
+/// Half a 64th of an exponent of two, which a weight and a scale of V are off by on the grid.
+const GRID_ERROR: f64 = 5.5e-3;
 
 /// What a row answers, and how far another answer may be.
 #[derive(Debug)]
@@ -128,17 +131,18 @@ impl Attended<'_> {
             + most * 2f64.powi(-21)
             + query.ties * key * scale
             + problem.scores.softcap.map_or(0.0, f64::from) * 1e-6;
-        // exp2w errs by 7.5e-5, and each weight's share of the sum is rounded to 2^-22.
+        // Half a step of the grid is 2^-7 in base 2, and f16 rounds a weight by 2^-11 of itself, or by 2^-25, of a sum of at least 2^-7.
         let weight_bound = match self.integer {
-            true => 2e-4 + scores.len() as f64 * 2f64.powi(-21),
+            true => GRID_ERROR + 2f64.powi(-11) + scores.len() as f64 * 2f64.powi(-18),
             false => 1e-5,
         };
         let mut out = vec![0.0; problem.head_dim];
-        let mut value = [0.0f64; 2];
+        let (mut value, mut centred) = ([0.0f64; 2], 0.0f64);
         for &(t, weight) in &weights.of_tokens {
             let (numbers, at) = self.token(v, t);
-            let values = &numbers.stored[at];
+            let values = &numbers.stored[at.clone()];
             value = [value[0].max(largest(values)), value[1].max(norm(values))];
+            centred = centred.max(norm(&numbers.centred[at.clone()]));
             let products = out.iter_mut().zip(values);
             products.for_each(|(o, v)| *o += weight * v);
         }
@@ -148,8 +152,9 @@ impl Attended<'_> {
             value[0] *= (pages::block(problem.head_dim) as f64).sqrt();
         }
         let bound = score_bound + weight_bound;
+        // Codes count with their scale as it is read.
         let steps = match self.integer {
-            true => self.weight_steps(v, &weights.of_tokens),
+            true => self.weight_steps(v, &weights.of_tokens) + GRID_ERROR * centred,
             false => 0.0,
         };
         Row {
@@ -186,8 +191,9 @@ impl Attended<'_> {
                     (weight * step, codes)
                 });
                 let tokens: Vec<(f64, f64)> = tokens.collect();
-                // κ is a 255th of the largest weight with its scale, rounded up to two significant bits at least.
-                let step = tokens.iter().fold(0.0f64, |a, (x, _)| a.max(*x)) * 1.5 / 255.0;
+                // κ is a 255th of the largest weight with its scale, both on the grid, rounded up to two significant bits at least.
+                let largest = tokens.iter().fold(0.0f64, |a, (x, _)| a.max(*x));
+                let step = largest * (1.0 + 2.0 * GRID_ERROR) * 1.5 / 255.0;
                 most += tokens.iter().map(|(_, codes)| step * codes).sum::<f64>();
                 square += tokens
                     .iter()

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex};
 
 use attn_core::{
     CacheConfig, Error, TokenWrite, WideRows,
-    arithmetic::{ROUND, ROUND_WEIGHT},
+    arithmetic::ROUND,
     cache::{check_writes, tokens_of},
 };
 use attn_kernels::wgsl::{append::AppendKey, params::AppendParams};
@@ -293,8 +293,6 @@ impl Appender {
             pages_per_pool: pool.pages_per_buffer,
             round_up: ROUND,
             round_down: ROUND,
-            weight_up: ROUND_WEIGHT,
-            weight_down: ROUND_WEIGHT,
             zero: 0,
         };
         let scales = self.tensor_scales[layer].iter().flatten();

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use attn_core::{
     Error, PageTable, Problem, QueryBlock,
-    arithmetic::{LOG2_E, ROUND, ROUND_WEIGHT, sink_state},
+    arithmetic::{LOG2_E, ROUND, sink_state},
     problem::FEW_TOKENS,
 };
 use attn_kernels::wgsl::{
@@ -38,8 +38,6 @@ fn problem_params(problem: &Problem) -> DecodeParams {
         softcap_outer: softcap * LOG2_E,
         round_up: ROUND,
         round_down: ROUND,
-        weight_up: ROUND_WEIGHT,
-        weight_down: ROUND_WEIGHT,
         ..DecodeParams::default()
     }
 }

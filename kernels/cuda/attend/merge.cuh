@@ -9,30 +9,32 @@ namespace attn {
 
 constexpr int ROW_VECTORS = HEAD_DIM / 4;   // float4s of a row
 
-// The powers of two that both sides of a merge are multiplied by. An empty side has O = +0 and scale -0: adding it changes nothing, not
-// even a zero's sign.
-struct MergeScale {
-    float alpha, beta;
-};
-
-DEVICE MergeScale merge_scale_of(float m, float m_b, float top) {
+// The factors of a merge to the exponent `top`, the larger one. An empty side has O = +0 and factor -0: adding it changes nothing, not even a zero's sign.
+DEVICE Factors merge_factors(float m, float m_b, float top) {
     bool empty = m == MINUS_INFINITY, b_empty = m_b == MINUS_INFINITY;
-    return {empty ? (b_empty ? 0.0f : -0.0f) : pow2(top - m), b_empty ? -0.0f : pow2(top - m_b)};
+    return {empty ? (b_empty ? 0.0f : -0.0f) : pow2(m - top), b_empty ? -0.0f : pow2(m_b - top)};
 }
-DEVICE MergeScale merge_scale(float& m, float& l, float2 b, bool is_fold) {
-    float top = fmaxf(m, b.x);
-    MergeScale w = merge_scale_of(m, b.x, top);
-    m = top;
-    l = is_fold ? fmaf(b.y, w.beta, l * w.alpha) : l * w.alpha + b.y * w.beta;
+// Merges, or folds a tile whose value was kept as a state: the exponent and the sum.
+DEVICE Factors merge_sums(float& m, float& l, float2 b, bool is_fold) {
+    Factors w;
+    if (is_fold) {
+        w = fold_factors(m, b.x);
+        l = fmaf(b.y, w.beta, l * w.alpha);
+    } else {
+        float top = fmaxf(m, b.x);
+        w = merge_factors(m, b.x, top);
+        m = top;
+        l = l * w.alpha + b.y * w.beta;
+    }
     return w;
 }
 // `merge` of docs/arithmetic.md, or `fold` of a tile whose value was kept as a state: they round alike but for subnormals.
-DEVICE void merge(float& a, float b, const MergeScale& w, bool is_fold) { a = is_fold ? fmaf(b, w.beta, a * w.alpha) : a * w.alpha + b * w.beta; }
-DEVICE void merge(float2& a, const float2& b, const MergeScale& w, bool is_fold) {
+DEVICE void merge(float& a, float b, const Factors& w, bool is_fold) { a = is_fold ? fmaf(b, w.beta, a * w.alpha) : a * w.alpha + b * w.beta; }
+DEVICE void merge(float2& a, const float2& b, const Factors& w, bool is_fold) {
     merge(a.x, b.x, w, is_fold);
     merge(a.y, b.y, w, is_fold);
 }
-DEVICE void merge(float4& a, const float4& b, const MergeScale& w, bool is_fold) {
+DEVICE void merge(float4& a, const float4& b, const Factors& w, bool is_fold) {
     if (is_fold) {
         a = {fmaf(b.x, w.beta, a.x * w.alpha), fmaf(b.y, w.beta, a.y * w.alpha), fmaf(b.z, w.beta, a.z * w.alpha), fmaf(b.w, w.beta, a.w * w.alpha)};
     } else {

@@ -46,7 +46,7 @@ template <class Vector, int LANES, Level LEVEL> static __device__ __noinline__ v
             bool awaits = Config::MERGES_GLOBALLY && partials.ml, awaits_ml = awaits && base + lane < partials.end;
             float2 mine = awaits_ml ? make_float2(0.0f, 0.0f) : Config::MERGES_GLOBALLY ? NO_PARTIAL : load_ml(base + lane);
             float top = mine.x;  // the running maximum over the segment's tiles, the span's segments, or all spans
-            MergeScale w, of_segment;
+            Factors w, of_segment;
             Vector span[CHUNK];
             float span_sum = 0.0f;
 #pragma unroll
@@ -87,19 +87,20 @@ template <class Vector, int LANES, Level LEVEL> static __device__ __noinline__ v
                 }
                 if (u0 == 0) {
                     if (Config::MERGES_GLOBALLY) top = mine.x;
-#pragma unroll
-                    for (int i = 1; i < RUN; i *= 2) {
-                        float other = __shfl_up_sync(~0u, top, i, LANES);
-                        if (lane % RUN >= i) top = fmaxf(top, other);
-                    }
-                    if (LEVEL == SPAN_STATES) top = fmaxf(top, m);
-                    float before = __shfl_up_sync(~0u, top, 1, LANES);
-                    if (lane % RUN == 0) before = LEVEL == SPAN_STATES ? m : MINUS_INFINITY;
                     // Beyond the last partial a side is empty: it changes nothing.
-                    w = merge_scale_of(before, mine.x, top);
                     if constexpr (LEVEL == TILE_VALUES) {
-                        top = __shfl_sync(~0u, top, lane | SPAN - 1);
-                        of_segment = running_scale(top, top, SPAN, SPAN, MINUS_INFINITY);
+                        w = segment_factors(mine.x, top);
+                        of_segment = running_factors(top, top, SPAN, SPAN, MINUS_INFINITY);
+                    } else {
+#pragma unroll
+                        for (int i = 1; i < RUN; i *= 2) {
+                            float other = __shfl_up_sync(~0u, top, i, LANES);
+                            if (lane % RUN >= i) top = fmaxf(top, other);
+                        }
+                        if (LEVEL == SPAN_STATES) top = fmaxf(top, m);
+                        float before = __shfl_up_sync(~0u, top, 1, LANES);
+                        if (lane % RUN == 0) before = LEVEL == SPAN_STATES ? m : MINUS_INFINITY;
+                        w = merge_factors(before, mine.x, top);
                     }
                 }
 #pragma unroll
@@ -110,13 +111,13 @@ template <class Vector, int LANES, Level LEVEL> static __device__ __noinline__ v
                     for (int k = 0; k < CHUNK; k++) merged[k] = LEVEL == SPAN_STATES ? o[k] : ZERO;
 #pragma unroll
                     for (int i = u4; i < u4 + SPAN; i++) {
-                        MergeScale here = {__shfl_sync(~0u, w.alpha, u0 + i, LANES), __shfl_sync(~0u, w.beta, u0 + i, LANES)};
+                        Factors here = {__shfl_sync(~0u, w.alpha, u0 + i, LANES), __shfl_sync(~0u, w.beta, u0 + i, LANES)};
                         merge(sum, __shfl_sync(~0u, mine.y, u0 + i, LANES), here, LEVEL == TILE_VALUES);
 #pragma unroll
                         for (int k = 0; k < CHUNK; k++) merge(merged[k], i < count ? x[i][k] : ZERO, here, LEVEL == TILE_VALUES);
                     }
                     if constexpr (LEVEL == TILE_VALUES) {
-                        MergeScale here = {__shfl_sync(~0u, of_segment.alpha, u0 + u4), __shfl_sync(~0u, of_segment.beta, u0 + u4)};
+                        Factors here = {__shfl_sync(~0u, of_segment.alpha, u0 + u4), __shfl_sync(~0u, of_segment.beta, u0 + u4)};
                         bool first = u4 % OF_SPAN == 0;
                         span_sum = (first ? 0.0f : span_sum) * here.alpha + sum * here.beta;
 #pragma unroll
@@ -129,9 +130,9 @@ template <class Vector, int LANES, Level LEVEL> static __device__ __noinline__ v
 #pragma unroll
                         for (int k = 0; k < CHUNK; k++) merged[k] = span[k];
                     }
-                    MergeScale here = {0.0f, 1.0f};
+                    Factors here = {0.0f, 1.0f};
                     if (LEVEL == SPAN_STATES) l = sum;
-                    else here = merge_scale(m, l, make_float2(__shfl_sync(~0u, top, u0 + u4 + SPAN - 1, LANES), sum), false);
+                    else here = merge_sums(m, l, make_float2(__shfl_sync(~0u, top, u0 + u4 + SPAN - 1, LANES), sum), false);
 #pragma unroll
                     for (int k = 0; k < CHUNK; k++) {
                         if (LEVEL == SPAN_STATES) o[k] = merged[k];

@@ -47,6 +47,9 @@ template <class Item> DEVICE QueryRow query_row(const DecodeParams& p, const Ite
     return {row_at(p.q, (u64)(queries.first + i) * p.num_q_heads + head, HEAD_DIM, p.dtype), real ? factor : 0.0f, p.dtype};
 }
 
+// Whether scores pass through a soft cap or slopes: they are multiplied by their row's step before, else on their way to the grid.
+DEVICE bool changes_scores(const DecodeParams& p) { return HAS_SCORE_MODS && (p.softcap_inner != 0.0f || p.alibi_slopes); }
+
 // The tokens that a query row sees, and what their scores depend on.
 struct SeenTokens {
     int start, end;

@@ -1,5 +1,5 @@
 // The scalar functions of docs/arithmetic.md. Compiled with -fmad=false -ftz=true: what is written is what is rounded, and
-// fmaf stands only where the product is exact.
+// fmaf stands only where the product is exact, where the page says fma, and between a weight and its byte, where the margin allows it.
 #pragma once
 #include "common/tile.cuh"
 
@@ -9,8 +9,7 @@ constexpr float MAGIC = 12582912.0f;  // 1.5·2^23: adding it rounds to an integ
 constexpr u32 MAGIC_BITS = 0x4B400000u;
 #define MINUS_INFINITY bits_float(0xFF800000u)  // NVRTC has no constexpr name for it
 
-constexpr u32 EXP2W_C0 = 0x3F7FFB48, EXP2W_C1 = 0x3F317982, EXP2W_C2 = 0x3E786F4E;
-// A weight p < 2 rides in this number's low bits: 23 of them are p·2^22, rounded.
+// A weight p < 2 of the float arithmetic rides in this number's low bits: 23 of them are p·2^22, rounded.
 constexpr float WEIGHT_BASE = 2.0f;
 constexpr u32 WEIGHT_BASE_BITS = 0x40000000u;
 
@@ -20,16 +19,7 @@ DEVICE int exponent(float x) { return (int)(float_bits(x) >> 23 & 255) - 127; }
 // The number that a sum which began at MAGIC_BITS has counted, |sum| ≤ 2^22.
 DEVICE float counted(int x) { return bits_float((u32)x) - MAGIC; }
 
-// 2^(1 - v) for 0 <= v <= 64, as a weight, from u = v/64: degree 3.
-DEVICE float exp2w(float u) {
-    float t = fmaf(u, -64.0f, MAGIC + 1.0f), r = fmaf(u, -64.0f, -(t - (MAGIC + 1.0f)));
-    float y = bits_float(0x3D620000) * r + bits_float(EXP2W_C2);
-    y = y * r + bits_float(EXP2W_C1);
-    y = y * r + bits_float(EXP2W_C0);
-    return bits_float(float_bits(y) + (float_bits(t) << 23));
-}
-
-// The same to full precision: degree 5.
+// 2^x for -125 <= x <= 0 to 1.6e-7.
 DEVICE float exp2f_full(float x) {
     float t = x + MAGIC, r = x - (t - MAGIC);
     float y = bits_float(0x3AADFE47) * r + bits_float(0x3C1E7726);
@@ -40,11 +30,8 @@ DEVICE float exp2f_full(float x) {
     return bits_float(float_bits(y) + (float_bits(t) << 23));
 }
 
-// 2^-distance up to 64, 0 beyond.
-DEVICE float pow2(float distance) { return distance <= 64.0f ? bits_float(0x3F800000u - (float_bits(distance + MAGIC) << 23)) : 0.0f; }
-
-// `rcp` of 1, 5/4, 6/4 and 7/4: all that it is asked of a κ, since it scales with powers of two.
-constexpr u32 RCP_OF_4_4 = 0x3F7FFFFF, RCP_OF_5_4 = 0x3F4CCCCD, RCP_OF_6_4 = 0x3F2AAAAB, RCP_OF_7_4 = 0x3F124924;
+// 2^k from -64 on, 0 below.
+DEVICE float pow2(float k) { return k >= -64.0f ? bits_float(0x3F800000u + (float_bits(k + MAGIC) << 23)) : 0.0f; }
 
 DEVICE float rcp(float x) {
     float y = bits_float(0x7EF311C7u - float_bits(x));
@@ -53,24 +40,68 @@ DEVICE float rcp(float x) {
     return y;
 }
 
-// The step κ of weights whose largest is x, rounded up to 3 significant bits (2 where V is read fine), and its reciprocal; zeros if they are
-// too small to count.
+// ---- the grid of section 5 ----
+
+constexpr float SCORE_BASE = 196608.0f;  // 1.5·2^17: its sum with a score counts 64ths
+constexpr float WEIGHT_SHIFT = 6.0f;     // weights are 2^-6 at most
+// Whether the largest score of a row in a tile, plus SCORE_BASE, is where sums with SCORE_BASE lie on the grid.
+DEVICE bool is_near(float top) { return top >= 131200.0f && top < 262144.0f; }
+// The same, rounded up to an integer score.
+DEVICE float grid_ceil(float top) { return bits_float(float_bits(top) + 63 & ~63u); }
+
+// 2^x of a point of the grid: the device's exponential errs by 2^-22 at most and gives powers of two exactly, which the margin of section 5 allows.
+DEVICE float exp2_of_point(float x) { return approximate_exp2(x); }
+// A scale of V, 0 or more, on the grid: the nearest 2^(n/64).
+DEVICE float grid_scale(float scale) { return exp2_of_point((approximate_log2(scale) + SCORE_BASE) - SCORE_BASE); }
+
+// The step κ of weights whose largest is x, rounded up to 3 significant bits (2 where V is read fine), and its inverse.
 struct WeightStep {
     float step, inverse;
 };
 DEVICE WeightStep weight_step(float x, bool is_fine) {
-    u32 low = is_fine ? 0x3fffff : 0x1fffff, bits = float_bits(x * bits_float(0x3B808081)) + low & ~low;
-    u32 of_mantissa = bits & 0x400000 ? (bits & 0x200000 ? RCP_OF_7_4 : RCP_OF_6_4) : (bits & 0x200000 ? RCP_OF_5_4 : RCP_OF_4_4);
-    u32 counts = x >= 0x1p-100f ? ~0u : 0;  // a mask, since the compiler would make branches of a choice
-    return {bits_float(bits & counts), bits_float((of_mantissa + 0x3F800000u - (bits & 0x7F800000)) & counts)};
+    constexpr u32 INVERSES[4] = {0x3F7FED7B, 0x3F4CC6EE, 0x3F2A99E5, 0x3F124980};
+    u32 low = is_fine ? 0x3fffff : 0x1fffff, bits = float_bits(fmaxf(x, 0x1p-50f) * bits_float(0x3B808081)) + low & ~low;
+    u32 of_mantissa = bits & 0x400000 ? (bits & 0x200000 ? INVERSES[3] : INVERSES[2]) : (bits & 0x200000 ? INVERSES[1] : INVERSES[0]);
+    return {bits_float(bits), bits_float(of_mantissa + 0x3F800000u - (bits & 0x7F800000))};
 }
-// θ of token t, rounded as its sum with a weight is.
-DEVICE float threshold(int t) { return bits_float(0x47000002u + (29 * t + 32) % TILE * 4); }
+// What is added to a count of steps of token t before `weight_bytes`: θ, less what that adds by itself.
+DEVICE float threshold(int t) {
+    int place = (29 * t + 32) % TILE;
+#if ATTN_BULK
+    return ((float)place + 0.375f) * 0.015625f - 0.5f;
+#else
+    return bits_float(0x47000001u + place * 4);  // 32768 and 64ths, of which the addition's rounding adds an eighth
+#endif
+}
+// Four bytes of counts of steps, each with its threshold.
+DEVICE u32 weight_bytes(float a, float b, float c, float d) {
+#if ATTN_BULK
+    return rounded_bytes(a, b, c, d);
+#else
+    return __byte_perm(__byte_perm(float_bits(a), float_bits(b), 0x0051), __byte_perm(float_bits(c), float_bits(d), 0x0051), 0x5410);
+#endif
+}
+
+// ---- states ----
+
+// The powers of two by which both sides of a fold or merge are multiplied.
+struct Factors {
+    float alpha, beta;
+};
+// Folds a tile's exponent into a state's. -0 of a tile that has none: adding a product with it changes no bit, the sign of a zero included.
+DEVICE Factors fold_factors(float& m, float tile) {
+    float k = tile - m;
+    bool takes = k > 40.0f;  // also where the state is empty: its numbers are zeros
+    float factor = pow2(takes ? -k : k);
+    Factors f = {takes && m > MINUS_INFINITY ? factor : 1.0f, takes ? 1.0f : tile > MINUS_INFINITY ? factor : -0.0f};
+    m = takes ? tile : m;
+    return f;
+}
 
 // Merges a sink, which has no value, into a row's (m, l). Returns the factor of the row's O: a power of two, or 0.
 DEVICE float merge_sink(float sink, float& m, float& l) {
     float s = sink * bits_float(0x3FB8AA3B), sink_m = ceilf(s), top = fmaxf(m, sink_m);  // log2 e
-    float alpha = pow2(top - m), beta = pow2(top - sink_m);
+    float alpha = pow2(m - top), beta = pow2(sink_m - top);
     l = l * alpha + exp2f_full(s - sink_m) * beta;
     m = top;
     return alpha;

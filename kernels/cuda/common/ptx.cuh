@@ -58,6 +58,18 @@ DEVICE float approximate_exp2(float x) {
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
+DEVICE float approximate_log2(float x) {
+    float y;
+    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+// Four floats rounded to integers, half to even, cut to 0..255: bytes, the first one lowest.
+DEVICE u32 rounded_bytes(float a, float b, float c, float d) {
+    u32 high, all;
+    asm("{ .reg .s32 x, y; cvt.rni.s32.f32 x, %1; cvt.rni.s32.f32 y, %2; cvt.pack.sat.u8.s32.b32 %0, y, x, 0; }" : "=r"(high) : "f"(c), "f"(d));
+    asm("{ .reg .s32 x, y; cvt.rni.s32.f32 x, %1; cvt.rni.s32.f32 y, %2; cvt.pack.sat.u8.s32.b32 %0, y, x, %3; }" : "=r"(all) : "f"(a), "f"(b), "r"(high));
+    return all;
+}
 
 // ---- shared memory ----
 
@@ -197,13 +209,6 @@ DEVICE u32 f16_fma(u32 a, u32 b, u32 c) {
 DEVICE u32 f16_butterfly(u32 a) {
     u32 d;
     asm("{ .reg .b16 l, h; .reg .b32 x, y; mov.b32 {l, h}, %1; mov.b32 x, {l, l}; mov.b32 y, {h, h}; fma.rn.f16x2 %0, y, %2, x; }" : "=r"(d) : "r"(a), "r"(0xbc003c00));
-    return d;
-}
-
-// a·b + c, brought into 0..1.
-DEVICE float fma_saturate(float a, float b, float c) {
-    float d;
-    asm("fma.rn.sat.f32 %0, %1, %2, %3;" : "=f"(d) : "f"(a), "f"(b), "f"(c));
     return d;
 }
 

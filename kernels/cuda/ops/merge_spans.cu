@@ -41,7 +41,7 @@ extern "C" __global__ void __launch_bounds__(32 * ROWS_OF_CTA) attn_merge_spans(
             for (int i = 0; i < BATCH; i++) {
                 if (from[i] < 0) continue;
                 const float2 here = make_float2(__shfl_sync(~0u, mine.x, from[i]), __shfl_sync(~0u, mine.y, from[i]));
-                const MergeScale w = merge_scale(m, l, here, false);
+                const Factors w = merge_sums(m, l, here, false);
 #pragma unroll
                 for (int k = 0; k < VECTORS; k++) merge(o[k], x[i][k], w, false);
             }

@@ -66,9 +66,11 @@ DEVICE float largest_of_positive(float x, float y, float z) { return max(max(x, 
 DEVICE float half_float(u32 h) { return half_number(h); }
 DEVICE u16 float_half(float x) { return same_bits<u16>((_Float16)x); }
 DEVICE float approximate_rcp(float x) { return 1.0f / x; }
-DEVICE float approximate_exp2(float x) { return exp2f(x); }
-DEVICE float fma_saturate(float a, float b, float c) {
-    return __saturatef(fmaf(a, b, c));
+DEVICE float approximate_exp2(float x) { return x < -126.0f ? 0.0f : exp2f(x); }
+DEVICE float approximate_log2(float x) { return log2f(x); }
+DEVICE u32 rounded_bytes(float a, float b, float c, float d) {
+    auto byte = [](float x) { return (u32)min(max(rintf(x), 0.0f), 255.0f); };
+    return byte(a) | byte(b) << 8 | byte(c) << 16 | byte(d) << 24;
 }
 
 // ---- threads and warps ----

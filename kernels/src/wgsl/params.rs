@@ -106,10 +106,6 @@ block! {
         round_up: f32,
         /// The same number as `round_up`.
         round_down: f32,
-        /// 12582913, as `round_up` for weights.
-        weight_up: f32,
-        /// The same number as `weight_up`.
-        weight_down: f32,
         /// 0; see `product` in `arithmetic.wgsl`.
         zero: u32,
     }
@@ -133,10 +129,6 @@ block! {
         /// As in [`DecodeParams`].
         round_down: f32,
         /// As in [`DecodeParams`].
-        weight_up: f32,
-        /// As in [`DecodeParams`].
-        weight_down: f32,
-        /// As in [`DecodeParams`].
         zero: u32,
     }
 }
@@ -148,10 +140,6 @@ block! {
         round_up: f32,
         /// As in [`DecodeParams`].
         round_down: f32,
-        /// As in [`DecodeParams`].
-        weight_up: f32,
-        /// As in [`DecodeParams`].
-        weight_down: f32,
         /// As in [`DecodeParams`].
         zero: u32,
     }
@@ -178,7 +166,7 @@ mod tests {
             (0, "    num_splits: u32,", 7),
             (11, "    window_left: i32,", u32::MAX),
             (15, "    log2_scale: f32,", 0x3f80_0000),
-            (23, "    zero: u32,", 9),
+            (21, "    zero: u32,", 9),
         ] {
             assert_eq!((fields[at], words[at]), (line, word));
         }

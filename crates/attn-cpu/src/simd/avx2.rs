@@ -3,14 +3,15 @@
 use std::arch::x86_64::*;
 
 use super::{Dot, Dot16, Simd, splat_at, weight_integers};
+use crate::grid::powers;
 
-/// AVX2 and F16C.
+/// AVX2, FMA and F16C.
 #[derive(Clone, Copy)]
 pub(crate) struct Avx2(());
 
 impl Avx2 {
     /// # Safety
-    /// The machine has AVX2 and F16C.
+    /// The machine has AVX2, FMA and F16C.
     #[inline(always)]
     pub unsafe fn new() -> Self {
         Avx2(())
@@ -219,6 +220,34 @@ impl Simd for Avx2 {
     }
 
     #[inline(always)]
+    fn mul_add(self, a: __m256, b: __m256, c: __m256) -> __m256 {
+        op!(_mm256_fmadd_ps(a, b, c))
+    }
+
+    #[inline(always)]
+    fn grid_sum(self, a: __m256, step: __m256, base: __m256) -> __m256 {
+        self.mul_add(a, step, base)
+    }
+
+    #[inline(always)]
+    fn mantissas(self, n: __m256i) -> __m256 {
+        static EIGHTHS: [f32; 8] = powers(8);
+        static REST: [f32; 8] = powers(1);
+        op!({
+            // An index is its lane's lowest three bits.
+            let high = _mm256_loadu_ps(EIGHTHS.as_ptr());
+            let high = _mm256_permutevar8x32_ps(high, self.i_shr::<3>(n));
+            let low = _mm256_permutevar8x32_ps(_mm256_loadu_ps(REST.as_ptr()), n);
+            self.mul(high, low)
+        })
+    }
+
+    #[inline(always)]
+    fn pick(self, four: __m256, index: __m256i) -> __m256 {
+        op!(_mm256_permutevar_ps(four, index))
+    }
+
+    #[inline(always)]
     fn max(self, a: __m256, b: __m256) -> __m256 {
         op!(_mm256_max_ps(a, b))
     }
@@ -226,11 +255,6 @@ impl Simd for Avx2 {
     #[inline(always)]
     fn abs(self, a: __m256) -> __m256 {
         op!(_mm256_andnot_ps(_mm256_set1_ps(-0.0), a))
-    }
-
-    #[inline(always)]
-    fn ceil(self, a: __m256) -> __m256 {
-        op!(_mm256_ceil_ps(a))
     }
 
     #[inline(always)]
@@ -265,6 +289,18 @@ impl Simd for Avx2 {
     #[inline(always)]
     fn of_bits(self, a: __m256i) -> __m256 {
         op!(_mm256_castsi256_ps(a))
+    }
+
+    #[inline(always)]
+    fn any_negative(self, a: __m256i) -> bool {
+        op!(_mm256_movemask_ps(_mm256_castsi256_ps(a)) != 0)
+    }
+
+    #[inline(always)]
+    fn to_half(self, a: __m256) -> __m256 {
+        op!(_mm256_cvtph_ps(
+            _mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(a)
+        ))
     }
 
     #[inline(always)]
@@ -358,7 +394,7 @@ pub(crate) struct Dot8(Dot16<Avx2>);
 
 impl Dot8 {
     /// # Safety
-    /// The machine has AVX2 and F16C.
+    /// The machine has AVX2, FMA and F16C.
     #[inline(always)]
     pub unsafe fn new() -> Self {
         // SAFETY: the caller's contract.

@@ -3,6 +3,7 @@
 use std::arch::x86_64::*;
 
 use super::{Dot, Simd, splat_at};
+use crate::grid::powers;
 
 /// AVX-512 F, BW, DQ and VL.
 #[derive(Clone, Copy)]
@@ -10,7 +11,7 @@ pub(crate) struct Avx512(());
 
 impl Avx512 {
     /// # Safety
-    /// The machine has AVX2, F16C and AVX-512 F, BW, DQ, VL.
+    /// The machine has AVX2, FMA, F16C and AVX-512 F, BW, DQ, VL.
     #[inline(always)]
     pub unsafe fn new() -> Self {
         Avx512(())
@@ -231,6 +232,33 @@ impl Simd for Avx512 {
     }
 
     #[inline(always)]
+    fn mul_add(self, a: __m512, b: __m512, c: __m512) -> __m512 {
+        op!(_mm512_fmadd_ps(a, b, c))
+    }
+
+    #[inline(always)]
+    fn grid_sum(self, a: __m512, step: __m512, base: __m512) -> __m512 {
+        self.mul_add(a, step, base)
+    }
+
+    #[inline(always)]
+    fn mantissas(self, n: __m512i) -> __m512 {
+        static SIXTEENTHS: [f32; 16] = powers(4);
+        static REST: [f32; 4] = powers(1);
+        op!({
+            // An index is its lane's lowest four bits, or two.
+            let high = _mm512_loadu_ps(SIXTEENTHS.as_ptr());
+            let high = _mm512_permutexvar_ps(self.i_shr::<2>(n), high);
+            self.mul(high, self.pick(self.load_four(REST.as_ptr()), n))
+        })
+    }
+
+    #[inline(always)]
+    fn pick(self, four: __m512, index: __m512i) -> __m512 {
+        op!(_mm512_permutevar_ps(four, index))
+    }
+
+    #[inline(always)]
     fn max(self, a: __m512, b: __m512) -> __m512 {
         op!(_mm512_max_ps(a, b))
     }
@@ -238,13 +266,6 @@ impl Simd for Avx512 {
     #[inline(always)]
     fn abs(self, a: __m512) -> __m512 {
         op!(_mm512_abs_ps(a))
-    }
-
-    #[inline(always)]
-    fn ceil(self, a: __m512) -> __m512 {
-        op!(_mm512_roundscale_ps::<
-            { _MM_FROUND_TO_POS_INF | _MM_FROUND_NO_EXC },
-        >(a))
     }
 
     #[inline(always)]
@@ -274,6 +295,18 @@ impl Simd for Avx512 {
     #[inline(always)]
     fn of_bits(self, a: __m512i) -> __m512 {
         op!(_mm512_castsi512_ps(a))
+    }
+
+    #[inline(always)]
+    fn any_negative(self, a: __m512i) -> bool {
+        op!(_mm512_movepi32_mask(a) != 0)
+    }
+
+    #[inline(always)]
+    fn to_half(self, a: __m512) -> __m512 {
+        op!(_mm512_cvtph_ps(
+            _mm512_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(a)
+        ))
     }
 
     #[inline(always)]

@@ -12,7 +12,7 @@ pub enum Isa {
     Scalar,
     /// The crate `wide`: 128-bit vectors of the build's target.
     Portable,
-    /// AVX2 and F16C with vectors of 256 bits.
+    /// AVX2, FMA and F16C with vectors of 256 bits.
     Avx2,
     /// AVX-512 with the extensions F, BW, DQ and VL.
     Avx512,
@@ -42,7 +42,11 @@ impl Isa {
         match self {
             Isa::Scalar | Isa::Portable => true,
             #[cfg(target_arch = "x86_64")]
-            Isa::Avx2 => is_x86_feature_detected!("avx2") && is_x86_feature_detected!("f16c"),
+            Isa::Avx2 => {
+                is_x86_feature_detected!("avx2")
+                    && is_x86_feature_detected!("fma")
+                    && is_x86_feature_detected!("f16c")
+            }
             #[cfg(target_arch = "x86_64")]
             Isa::Avx512 => {
                 Isa::Avx2.is_available()

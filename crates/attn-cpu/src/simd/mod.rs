@@ -3,9 +3,10 @@
 //! The kernels (`crate::integer`, `crate::float`) are written once over [`Simd`] and [`Dot`] and compiled once per [`Isa`]
 //! inside a function that enables its features. A vector is [`Simd::ROWS`] rows of 16 bytes: that many tokens of a panel of K,
 //! or dims of a panel of V. A value of a `Simd` type exists only where the machine has its instructions, so its methods on
-//! registers are safe. No method contracts a product with a sum, and none has an estimate: the bits are equal everywhere.
+//! registers are safe. None has an estimate, and those whose roundings may differ ([`Simd::mul_add`], [`Simd::mantissas`]) serve where no bit of the answer
+//! shows it: the bits are equal everywhere.
 
-use attn_core::arithmetic::TILE;
+use attn_core::arithmetic::{TILE, exp2i};
 
 #[cfg(target_arch = "x86_64")]
 pub(crate) mod avx2;
@@ -104,11 +105,18 @@ pub(crate) trait Simd: Copy {
     fn add(self, a: Self::F, b: Self::F) -> Self::F;
     fn sub(self, a: Self::F, b: Self::F) -> Self::F;
     fn mul(self, a: Self::F, b: Self::F) -> Self::F;
+    /// `a·b + c`, rounded once or twice: where the product is exact, or where either answer serves.
+    fn mul_add(self, a: Self::F, b: Self::F, c: Self::F) -> Self::F;
+    /// `a·step + base`, rounded once: a score on the grid of `attn_core::grid`, for bases on it. Sums outside of the grid's range may be rounded otherwise, but
+    /// stay outside, on their side.
+    fn grid_sum(self, a: Self::F, step: Self::F, base: Self::F) -> Self::F;
+    /// 2^(n/64) of the low six bits n of each lane, to 3·2^-24; exactly 1 for 0.
+    fn mantissas(self, n: Self::I) -> Self::F;
+    /// In each lane, number `index` mod 4 of the four in the lane's row.
+    fn pick(self, four: Self::F, index: Self::I) -> Self::F;
     /// The larger of two finite numbers; which zero comes out of two is free.
     fn max(self, a: Self::F, b: Self::F) -> Self::F;
     fn abs(self, a: Self::F) -> Self::F;
-    /// The smallest integers that are no smaller.
-    fn ceil(self, a: Self::F) -> Self::F;
     /// Largest lane.
     fn largest(self, a: Self::F) -> f32;
     /// A zero of its sign for a subnormal.
@@ -116,6 +124,17 @@ pub(crate) trait Simd: Copy {
     fn to_f(self, a: Self::I) -> Self::F;
     fn bits(self, a: Self::F) -> Self::I;
     fn of_bits(self, a: Self::I) -> Self::F;
+    /// Whether some lane is negative.
+    fn any_negative(self, a: Self::I) -> bool;
+    /// Rounded to f16, its subnormals kept; for 0 ≤ a ≤ 1.
+    #[inline(always)]
+    fn to_half(self, a: Self::F) -> Self::F {
+        // 2^13 above the exponent, the step of f32 is that of f16; below 2^-14, that of f16 is 2^-24.
+        let exponent = self.of_bits(self.i_and(self.bits(a), self.i_splat(0x7F80_0000)));
+        let normal = self.max(exponent, self.splat(exp2i(-14)));
+        let large = self.of_bits(self.i_add(self.bits(normal), self.i_splat(13 << 23)));
+        self.sub(self.add(a, large), large)
+    }
     /// The f16 in the low half of each lane.
     fn f16_to_f(self, a: Self::I) -> Self::F;
     /// Floats of 16 bits from memory.
@@ -180,9 +199,9 @@ pub(crate) trait Simd: Copy {
         sum
     }
 
-    /// The largest lanes of four vectors: that of `v[j]` comes to lane j of every row.
+    /// Joins all lanes of each of four vectors by `both`, in an order of its own: those of `v[j]` come to lane j of every row.
     #[inline(always)]
-    fn maxima(self, v: [Self::F; 4]) -> Self::F {
+    fn joined(self, v: [Self::F; 4], both: impl Fn(Self::F, Self::F) -> Self::F) -> Self::F {
         let v = [
             self.bits(v[0]),
             self.bits(v[1]),
@@ -190,15 +209,27 @@ pub(crate) trait Simd: Copy {
             self.bits(v[3]),
         ];
         let [x, y, z, w] = self.i_turn(v);
-        let xy = self.max(self.of_bits(x), self.of_bits(y));
-        let mut max = self.max(xy, self.max(self.of_bits(z), self.of_bits(w)));
+        let xy = both(self.of_bits(x), self.of_bits(y));
+        let mut all = both(xy, both(self.of_bits(z), self.of_bits(w)));
         let mut by = 1;
         while by < Self::ROWS {
-            let other = self.of_bits(self.i_exchange(self.bits(max), by));
-            max = self.max(max, other);
+            let other = self.of_bits(self.i_exchange(self.bits(all), by));
+            all = both(all, other);
             by *= 2;
         }
-        max
+        all
+    }
+
+    /// The largest lanes of four vectors.
+    #[inline(always)]
+    fn maxima(self, v: [Self::F; 4]) -> Self::F {
+        self.joined(v, |a, b| self.max(a, b))
+    }
+
+    /// The sums of the lanes of four vectors, where they are exact in any order.
+    #[inline(always)]
+    fn exact_sums(self, v: [Self::F; 4]) -> Self::F {
+        self.joined(v, |a, b| self.add(a, b))
     }
 
     /// Four numbers in every row.

@@ -3,6 +3,7 @@
 use std::arch::aarch64::*;
 
 use super::{Simd, scalar::Scalar};
+use crate::grid::powers;
 
 /// NEON.
 #[derive(Clone, Copy)]
@@ -31,6 +32,16 @@ macro_rules! op {
         // SAFETY: a `Neon` exists only where its instructions do.
         unsafe { $e }
     }};
+}
+
+/// The places of the bytes of the floats that each lane counts, below 16.
+#[inline(always)]
+fn bytes_of(index: int32x4_t) -> uint8x16_t {
+    op!({
+        // Four bytes 4·index, and 0 to 3 with them.
+        let first = vmulq_n_s32(index, 0x0404_0404);
+        vreinterpretq_u8_s32(vaddq_s32(first, vdupq_n_s32(0x0302_0100)))
+    })
 }
 
 impl Neon {
@@ -326,6 +337,44 @@ impl Simd for Neon {
     }
 
     #[inline(always)]
+    fn mul_add(self, a: F, b: F, c: F) -> F {
+        op!(F(vfmaq_f32(c.0, a.0, b.0), vfmaq_f32(c.1, a.1, b.1)))
+    }
+
+    #[inline(always)]
+    fn grid_sum(self, a: F, step: F, base: F) -> F {
+        self.mul_add(a, step, base)
+    }
+
+    #[inline(always)]
+    fn mantissas(self, n: I) -> F {
+        static SIXTEENTHS: [f32; 16] = powers(4);
+        static REST: [f32; 4] = powers(1);
+        op!({
+            let table = vld1q_u8_x4(SIXTEENTHS.as_ptr().cast());
+            let bytes = |x: int32x4_t| {
+                let index = vandq_s32(vshrq_n_s32::<2>(x), vdupq_n_s32(15));
+                vreinterpretq_f32_u8(vqtbl4q_u8(table, bytes_of(index)))
+            };
+            let high = F(bytes(n.0), bytes(n.1));
+            let rest = vld1q_f32(REST.as_ptr());
+            self.mul(high, self.pick(F(rest, rest), n))
+        })
+    }
+
+    #[inline(always)]
+    fn pick(self, four: F, index: I) -> F {
+        op!({
+            let pick = |four, index| {
+                let index = vandq_s32(index, vdupq_n_s32(3));
+                let bytes = vqtbl1q_u8(vreinterpretq_u8_f32(four), bytes_of(index));
+                vreinterpretq_f32_u8(bytes)
+            };
+            F(pick(four.0, index.0), pick(four.1, index.1))
+        })
+    }
+
+    #[inline(always)]
     fn max(self, a: F, b: F) -> F {
         op!(F(vmaxq_f32(a.0, b.0), vmaxq_f32(a.1, b.1)))
     }
@@ -333,11 +382,6 @@ impl Simd for Neon {
     #[inline(always)]
     fn abs(self, a: F) -> F {
         op!(F(vabsq_f32(a.0), vabsq_f32(a.1)))
-    }
-
-    #[inline(always)]
-    fn ceil(self, a: F) -> F {
-        op!(F(vrndpq_f32(a.0), vrndpq_f32(a.1)))
     }
 
     #[inline(always)]
@@ -371,6 +415,11 @@ impl Simd for Neon {
     #[inline(always)]
     fn of_bits(self, a: I) -> F {
         op!(F(vreinterpretq_f32_s32(a.0), vreinterpretq_f32_s32(a.1)))
+    }
+
+    #[inline(always)]
+    fn any_negative(self, a: I) -> bool {
+        op!(vminvq_s32(vminq_s32(a.0, a.1)) < 0)
     }
 
     #[inline(always)]

@@ -188,6 +188,27 @@ impl Simd for Portable {
     }
 
     #[inline(always)]
+    fn mul_add(self, a: f32x8, b: f32x8, c: f32x8) -> f32x8 {
+        a * b + c
+    }
+
+    #[inline(always)]
+    fn grid_sum(self, a: f32x8, step: f32x8, base: f32x8) -> f32x8 {
+        let [a, step, base] = [a, step, base].map(f32x8::to_array);
+        Scalar.grid_sum(a, step, base).into()
+    }
+
+    #[inline(always)]
+    fn mantissas(self, n: i32x8) -> f32x8 {
+        Scalar.mantissas(n.to_array()).into()
+    }
+
+    #[inline(always)]
+    fn pick(self, four: f32x8, index: i32x8) -> f32x8 {
+        Scalar.pick(four.to_array(), index.to_array()).into()
+    }
+
+    #[inline(always)]
     fn max(self, a: f32x8, b: f32x8) -> f32x8 {
         a.fast_max(b)
     }
@@ -195,11 +216,6 @@ impl Simd for Portable {
     #[inline(always)]
     fn abs(self, a: f32x8) -> f32x8 {
         a.abs()
-    }
-
-    #[inline(always)]
-    fn ceil(self, a: f32x8) -> f32x8 {
-        Scalar.ceil(a.to_array()).into()
     }
 
     #[inline(always)]
@@ -225,6 +241,11 @@ impl Simd for Portable {
     #[inline(always)]
     fn of_bits(self, a: i32x8) -> f32x8 {
         bytemuck::cast(a)
+    }
+
+    #[inline(always)]
+    fn any_negative(self, a: i32x8) -> bool {
+        Scalar.any_negative(a.to_array())
     }
 
     #[inline(always)]

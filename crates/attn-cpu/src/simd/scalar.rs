@@ -5,6 +5,7 @@ use attn_core::arithmetic::ftz;
 use half::f16;
 
 use super::Simd;
+use crate::grid::MANTISSAS;
 
 /// Two rows in arrays.
 #[derive(Clone, Copy)]
@@ -240,6 +241,34 @@ impl Simd for Scalar {
     }
 
     #[inline]
+    fn mul_add(self, a: F, b: F, c: F) -> F {
+        self.add(self.mul(a, b), c)
+    }
+
+    #[inline]
+    fn grid_sum(self, a: F, step: F, base: F) -> F {
+        // The step of f64 is 2^-6 here. The product of two f32 is exact in it, so that this sum is the only rounding.
+        const GRID: f64 = 1.5 * (1u64 << 46) as f64;
+        let points = zip(a, step, |a, step| {
+            (f64::from(a) * f64::from(step) + GRID - GRID) as f32
+        });
+        self.add(points, base)
+    }
+
+    #[inline]
+    fn mantissas(self, n: I) -> F {
+        n.map(|n| MANTISSAS[(n & 63) as usize])
+    }
+
+    #[inline]
+    fn pick(self, four: F, mut index: I) -> F {
+        for (i, index) in index.iter_mut().enumerate() {
+            *index = (*index & 3) + (i & 4) as i32;
+        }
+        index.map(|i| four[(i & 7) as usize])
+    }
+
+    #[inline]
     fn max(self, a: F, b: F) -> F {
         zip(a, b, |a, b| if a > b { a } else { b })
     }
@@ -247,11 +276,6 @@ impl Simd for Scalar {
     #[inline]
     fn abs(self, a: F) -> F {
         a.map(f32::abs)
-    }
-
-    #[inline]
-    fn ceil(self, a: F) -> F {
-        a.map(f32::ceil)
     }
 
     #[inline]
@@ -278,6 +302,11 @@ impl Simd for Scalar {
     #[inline]
     fn of_bits(self, a: I) -> F {
         a.map(|x| f32::from_bits(x as u32))
+    }
+
+    #[inline]
+    fn any_negative(self, a: I) -> bool {
+        a.iter().fold(0, |all, x| all | x) < 0
     }
 
     #[inline]

@@ -167,12 +167,12 @@ struct Warp {
     METHOD void keep(int place, bool first, float2 (&ml)[ROW_GROUPS][2], const State& state) const {
 #pragma unroll
         for (int g = 0; g < ROW_GROUPS; g++) {
-            MergeScale w[2];
+            Factors w[2];
 #pragma unroll
             for (int e = 0; e < 2; e++) {
                 float2 x = make_float2(state.m[g][e], state.l[g][e]);
                 if (first) ml[g][e] = x;
-                else w[e] = merge_scale(ml[g][e].x, ml[g][e].y, x, false);
+                else w[e] = merge_sums(ml[g][e].x, ml[g][e].y, x, false);
             }
 #pragma unroll
             for (int j = 0; j < Team::DIMS / 16; j++)

@@ -200,7 +200,7 @@ struct FloatTiles : Warpgroup {
 #pragma unroll
             for (int t = 1; t < TILES; t++) largest = fmaxf(largest, thread_max(s[t], h));
             float now = fmaxf(m[h], ceilf(quad_max(largest) * scale[h]) - LIFT);
-            alpha[h] = pow2(now - m[h]);
+            alpha[h] = pow2(m[h] - now);
             m[h] = now;
             base[h] = now > MINUS_INFINITY ? now : 0.0f;
         }

@@ -4,7 +4,7 @@
 
 namespace attn {
 
-// Parameters of two neighbouring tokens: as floats, or as they lie in a page.
+// Parameters of two neighbouring tokens: of 4 bits the floats of `unpack_params`, else as they lie in a page.
 template <int SCHEME> struct PairParams {
     static constexpr bool IS_4 = code_bits(SCHEME) == 4, HAS_SHIFTS = SCHEME == INT4, HAS_SCALES = param_bytes(SCHEME) > 0;
     u32 at;
@@ -70,8 +70,9 @@ struct IntegerTiles : Warpgroup {
 #pragma unroll
         for (int j = 0; j < TILE / 8; j++) pairs.read(8 * j + 2 * (lane % 4), k.scale[j], k.shift[j]);
     }
-    // Scores from sums of integers. Without score modifiers they still are to be multiplied by the row's scale.
+    // Scores from sums of integers. Without soft cap and slopes they still are to be multiplied by the row's scale.
     METHOD void find_scores(const int (&sums)[SUMS_OF_TILE], int index, const KeyParams& k, float (&s)[SUMS_OF_TILE]) const {
+        const bool have_steps = changes_scores(p);
         int bias[2] = {};
 #pragma unroll
         for (int h = 0; h < THREAD_ROWS; h++) {
@@ -88,9 +89,9 @@ struct IntegerTiles : Warpgroup {
                 float x = (float)sum;
                 if (Keys::SCHEME != INT8_TENSOR) x = x * k.scale[j][e];
                 if (Keys::HAS_SHIFTS) x = x + (float)rows.sum[h] * k.shift[j][e];
-                s[4 * j + n] = HAS_SCORE_MODS ? x * rows.scale[h] : x;
+                s[4 * j + n] = have_steps ? x * rows.scale[h] : x;
             }
-        if (HAS_SCORE_MODS) modify_scores(s, index);
+        if (have_steps) modify_scores(s, index);
     }
 
     // What a tile's weights leave for its values.
@@ -104,56 +105,39 @@ struct IntegerTiles : Warpgroup {
     METHOD void weigh_tile(float (&s)[SUMS_OF_TILE], int index, u32 params, Weighed& w) {
         bool full = rows.see_all(index * TILE);
         if (!full) each_hidden(index, [&](int i) { s[i] = MINUS_INFINITY; });
-        float top[2];
+        float step[2], base[2], sum[2];
+        enter_tile(s, w, step, base);
 #pragma unroll
-        for (int h = 0; h < THREAD_ROWS; h++) {
-            float largest = row_max(s, h);
-            bool some = largest > MINUS_INFINITY;
-            // The largest product is that of the largest number: rounding keeps the order.
-            top[h] = some ? ceilf(HAS_SCORE_MODS ? largest : largest * rows.scale[h]) : MINUS_INFINITY;
-            float tile_m = top[h] - 1.0f, now = fmaxf(m[h], tile_m);
-            w.alpha[h] = pow2(now - m[h]);
-            w.beta[h] = some ? pow2(now - tile_m) : -0.0f;
-            m[h] = now;
-        }
-#pragma unroll
-        for (int i = 0; i < SUMS_OF_TILE; i++) {
-            if (!is_of_row(i)) continue;
-            int h = i / 2 % 2;
-            float score = HAS_SCORE_MODS ? s[i] : s[i] * rows.scale[h];
-            s[i] = exp2w(fma_saturate(score, -0.015625f, 0.015625f * top[h]));
-        }
+        for (int i = 0; i < SUMS_OF_TILE; i++)
+            if (is_of_row(i)) s[i] = exp2_of_point(fmaf(s[i], step[i / 2 % 2], SCORE_BASE) - base[i / 2 % 2]);
         if (!full) each_hidden(index, [&](int i) { s[i] = 0.0f; });
-        u32 units[2] = {0, 0};
-#pragma unroll
-        for (int i = 0; i < SUMS_OF_TILE; i += 2)
-            if (is_of_row(i)) units[i / 2 % 2] = units[i / 2 % 2] + float_bits(s[i] + WEIGHT_BASE) + float_bits(s[i + 1] + WEIGHT_BASE);
+        sum_weights(s, sum);
         float largest[2] = {0.0f, 0.0f};
         scale_weights(s, full, params, largest, w.shift);
-        WeightStep step[2];
+        float inverse[2];
 #pragma unroll
         for (int h = 0; h < THREAD_ROWS; h++) {
-            step[h] = weight_step(quad_max(largest[h]), Values::WINDOW && is_fine(h, index, Values::WINDOW));
-            w.step[h] = step[h].step;
-            u32 sum = quad_sum((int)(units[h] - 16 * WEIGHT_BASE_BITS));
-            l[h] = fmaf((float)(int)sum, exp2i(-22) * w.beta[h], l[h] * w.alpha[h]);
+            WeightStep found = weight_step(quad_max(largest[h]), Values::WINDOW && is_fine(h, index, Values::WINDOW));
+            inverse[h] = found.inverse;
+            w.step[h] = found.step;
+            l[h] = fmaf(sum[h], w.beta[h], l[h] * w.alpha[h]);
             w.sum[h] = 0;
         }
         // Tokens 2c, 2c + 1, 2c + 8, 2c + 9 of a panel of 16.
 #pragma unroll
         for (int panel = 0; panel < 4; panel++) {
-            u32 b[2][4];
+            float b[2][4];
 #pragma unroll
             for (int i = 0; i < 4; i += 2) {
                 int j = 2 * panel + i / 2;
                 uint2 x = lds64(thresholds + token_of(j, 0, lane) * 4);
                 float threshold[2] = {bits_float(x.x), bits_float(x.y)};
 #pragma unroll
-                for (int n = 0; n < 2 * THREAD_ROWS; n++) b[n / 2][i + n % 2] = float_bits(s[4 * j + n] * step[n / 2].inverse + threshold[n % 2]);
+                for (int n = 0; n < 2 * THREAD_ROWS; n++) b[n / 2][i + n % 2] = fmaf(s[4 * j + n], inverse[n / 2], threshold[n % 2]);
             }
 #pragma unroll
             for (int h = 0; h < THREAD_ROWS; h++) {
-                u32 word = __byte_perm(__byte_perm(b[h][0], b[h][1], 0x0051), __byte_perm(b[h][2], b[h][3], 0x0051), 0x5410);
+                u32 word = weight_bytes(b[h][0], b[h][1], b[h][2], b[h][3]);
                 w.a[panel / 2][panel % 2 * 2 + h] = word;
                 if (Values::HAS_NIBBLES) w.sum[h] = byte_sum(word, w.sum[h]);
             }
@@ -161,6 +145,55 @@ struct IntegerTiles : Warpgroup {
         if (Values::HAS_NIBBLES)
 #pragma unroll
             for (int h = 0; h < THREAD_ROWS; h++) w.sum[h] = quad_sum(w.sum[h]);
+    }
+    // Folds a tile's exponents into the state's, by its largest scores; a row's scores then count from `base` after a multiplication by `step`. Scores
+    // beyond the grid's range become differences from their largest, rounded up.
+    METHOD void enter_tile(float (&s)[SUMS_OF_TILE], Weighed& w, float (&step)[2], float (&base)[2]) {
+        float largest[2], exponent[2];
+        bool far[2] = {};
+#pragma unroll
+        for (int h = 0; h < THREAD_ROWS; h++) {
+            step[h] = changes_scores(p) ? 1.0f : rows.scale[h];
+            largest[h] = row_max(s, h);
+            // The largest score is that of the largest number: rounding keeps the order.
+            float top = fmaf(largest[h], step[h], SCORE_BASE), ceil = grid_ceil(top);
+            bool some = largest[h] > MINUS_INFINITY;
+            far[h] = some && !is_near(top);
+            base[h] = ceil + WEIGHT_SHIFT;
+            exponent[h] = some ? ceil - SCORE_BASE + WEIGHT_SHIFT : MINUS_INFINITY;
+        }
+        if (__any_sync(~0u, far[0] || far[1]))
+#pragma unroll
+            for (int h = 0; h < THREAD_ROWS; h++) {
+                if (!far[h]) continue;
+                float ceil = ceilf(largest[h] * step[h]);
+#pragma unroll
+                for (int i = 2 * h; i < SUMS_OF_TILE; i += i % 2 == 0 ? 1 : 3) s[i] = fmaxf(s[i] * step[h] - ceil, -65536.0f);
+                step[h] = 1.0f;
+                base[h] = SCORE_BASE + WEIGHT_SHIFT;
+                exponent[h] = ceil + WEIGHT_SHIFT;
+            }
+#pragma unroll
+        for (int h = 0; h < THREAD_ROWS; h++) {
+            Factors f = fold_factors(m[h], exponent[h]);
+            w.alpha[h] = f.alpha;
+            w.beta[h] = f.beta;
+        }
+    }
+    // The sums of weights, by products of f16 with ones, which are exact.
+    METHOD void sum_weights(const float (&p)[SUMS_OF_TILE], float (&sum)[2]) const {
+        constexpr u32 ONES = 0x3C003C00u;
+        FloatSums c = {};
+#pragma unroll
+        for (int i = 0; i < SUMS_OF_TILE; i += 8) {
+            u32 second[2] = {};
+            if (THREAD_ROWS == 2)
+#pragma unroll
+                for (int k = 0; k < 2; k++) second[k] = f16_pair(p[i + 4 * k + 2], p[i + 4 * k + 3]);
+            c = mma_f16(c, f16_pair(p[i], p[i + 1]), second[0], f16_pair(p[i + 4], p[i + 5]), second[1], ONES, ONES);
+        }
+        sum[0] = c.x[0];
+        sum[1] = c.x[2];
     }
     // Products of weights with V's scales, the largest of each row, and the sums with V's shifts.
     METHOD void scale_weights(float (&s)[SUMS_OF_TILE], bool exist, u32 params, float (&largest)[2], float (&shifts)[2]) const {
@@ -172,12 +205,13 @@ struct IntegerTiles : Warpgroup {
             v.read(8 * j + 2 * (lane % 4), scale, shift);
 #pragma unroll
             for (int e = 0; e < 2; e++) {
+                if (Values::HAS_PARAMS && !v.IS_4) scale[e] = grid_scale(scale[e]);
                 if (Values::HAS_PARAMS && !exist) scale[e] = finite_scale(scale[e]);
                 if (Values::HAS_SHIFTS && !exist) shift[e] = finite(shift[e]);
 #pragma unroll
                 for (int h = 0; h < THREAD_ROWS; h++) {
                     float& x = s[4 * j + 2 * h + e];
-                    if (Values::HAS_SHIFTS) z[h][e] = z[h][e] + x * shift[e];
+                    if (Values::HAS_SHIFTS) z[h][e] = z[h][e] + half_float(float_half(x)) * shift[e];
                     if (Values::HAS_PARAMS) x = x * scale[e];
                 }
             }

@@ -1,6 +1,7 @@
 // The producers of many_rows.cu convert the codes of a tile from one place of shared memory to another: nibbles to bytes, or fp8 to f16.
 #pragma once
 #include "attend/pipeline.cuh"
+#include "common/arithmetic.cuh"
 
 namespace attn {
 
@@ -24,15 +25,16 @@ template <bool IS_SIXTEENFOLD> DEVICE void unpack_nibbles(u32 from, u32 to, int 
         sts128(row + 128, {high[0], high[1], high[2], high[3]});
     }
 }
-// A side's parameters as floats: of half steps the scale of a sixteenth, of plain codes the scale and the shift.
-template <int SCHEME> DEVICE void unpack_params(u32 from, u32 to, int thread) {
+// A side's parameters as floats: of half steps the scale of a sixteenth, of plain codes the scale and the shift. V's scales come on the grid.
+template <bool IS_V, int SCHEME> DEVICE void unpack_params(u32 from, u32 to, int thread) {
     SideParams<SCHEME, RowScales> params = {from, 0, {}};
     for (int t = thread; t < TILE; t += 32 * Config::UNPACKERS) {
         if constexpr (SCHEME == INT4) {
             float2 x = params.scale_shift(0, t);
-            sts64(to + t * 8, x.x, x.y);
+            sts64(to + t * 8, IS_V ? grid_scale(x.x) : x.x, x.y);
         } else {
-            sts32(to + t * 4, float_bits(params.scale(0, t) * RESIDUAL_STEP));
+            float scale = params.scale(0, t);
+            sts32(to + t * 4, float_bits((IS_V ? grid_scale(scale) : scale) * RESIDUAL_STEP));
         }
     }
 }
@@ -40,7 +42,7 @@ template <int SCHEME> DEVICE void unpack_params(u32 from, u32 to, int thread) {
 template <bool IS_V> DEVICE void unpack_side(u32 from, u32 to, int thread) {
     constexpr int SCHEME = IS_V ? Values::SCHEME : Keys::SCHEME;
     unpack_nibbles<SCHEME == ROTATED_INT4>(from, to, thread);
-    unpack_params<SCHEME>(from + (IS_V ? Stage::V_CODES : Stage::K_CODES), to + Config::UNPACKED_PARAMS, thread);
+    unpack_params<IS_V, SCHEME>(from + (IS_V ? Stage::V_CODES : Stage::K_CODES), to + Config::UNPACKED_PARAMS, thread);
 }
 
 // ---- fp8 to f16 ----

@@ -117,10 +117,10 @@ struct Warpgroup {
 
     // Merges the state in registers into the one before it, whose elements `load` gives: the result is in registers.
     template <class Load> METHOD void merge_behind(float (&before_m)[2], float (&before_l)[2], Load load) {
-        MergeScale w[2];
+        Factors w[2];
 #pragma unroll
         for (int h = 0; h < THREAD_ROWS; h++) {
-            w[h] = merge_scale(before_m[h], before_l[h], make_float2(m[h], l[h]), false);
+            w[h] = merge_sums(before_m[h], before_l[h], make_float2(m[h], l[h]), false);
             m[h] = before_m[h];
             l[h] = before_l[h];
         }

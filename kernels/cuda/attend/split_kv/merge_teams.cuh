@@ -63,14 +63,14 @@ struct Merge {
 #pragma unroll
         for (int g = 0; g < ROW_GROUPS; g++) {
             int row = team * Config::ROWS + warp_row + g * 8 + 2 * (lane % 4);
-            MergeScale w[2];
+            Factors w[2];
             float2 x[2];
 #pragma unroll
             for (int e = 0; e < 2; e++) {
                 x[e] = make_float2(state.m[g][e], state.l[g][e]);
                 if (first) continue;
                 float2 before = ml[row + e];
-                w[e] = merge_scale(before.x, before.y, x[e], false);
+                w[e] = merge_sums(before.x, before.y, x[e], false);
                 x[e] = before;
             }
             if (!first) __syncwarp();
@@ -177,13 +177,13 @@ struct Merge {
         bool merges = u.keeps && !u.first, one_by_one = u.takes == A_SPAN, is_fold = u.takes == A_TILE;
         // w[0] is for what is kept: before the teams' states, or after them.
         float2 sum = one_by_one && merges ? *kept_ml : ml[0];
-        MergeScale w[1 + Config::TEAMS];
-        if (one_by_one && merges) w[0] = merge_scale(sum.x, sum.y, ml[0], false);
+        Factors w[1 + Config::TEAMS];
+        if (one_by_one && merges) w[0] = merge_sums(sum.x, sum.y, ml[0], false);
 #pragma unroll
-        for (int team = 1; team < Config::TEAMS; team++) w[team] = merge_scale(sum.x, sum.y, ml[team * Config::ROWS], is_fold);
+        for (int team = 1; team < Config::TEAMS; team++) w[team] = merge_sums(sum.x, sum.y, ml[team * Config::ROWS], is_fold);
         if (!one_by_one && merges) {
             float2 before = *kept_ml;
-            w[0] = merge_scale(before.x, before.y, sum, false);
+            w[0] = merge_sums(before.x, before.y, sum, false);
             sum = before;
         }
         __syncwarp();  // a row's threads, all of one warp, have read what its first one overwrites

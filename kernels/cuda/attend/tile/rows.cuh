@@ -60,14 +60,16 @@ struct ItemRows {
     Query q;
 };
 
-// Soft cap and ALiBi; scores are complete then. `first`: the token of the lane's first score.
-template <int SCORES> DEVICE void apply_score_mods(const DecodeParams& p, const Rows& rows, int first, float (&s)[ROW_GROUPS][SCORES]) {
+// Soft cap and ALiBi; scores are complete then. `first`: the token of the lane's first score. Scores of integers still lack their rows' steps.
+template <int SCORES> DEVICE void apply_score_mods(const DecodeParams& p, const ItemRows& item, int first, float (&s)[ROW_GROUPS][SCORES]) {
+    if (!changes_scores(p)) return;
+    const Rows& rows = item.rows;
 #pragma unroll
     for (int g = 0; g < ROW_GROUPS; g++)
 #pragma unroll
         for (int n = 0; n < SCORES; n++) {
-            float x = s[g][n];
             int e = n % 2, t = first + token_of(n);
+            float x = INTEGER ? s[g][n] * item.q.scale[g][e] : s[g][n];
             if (p.softcap_inner != 0.0f) x = softcap(x, p.softcap_inner, p.softcap_outer);
             if (p.alibi_slopes) x = x + rows.slope[g][e] * (float)(t - rows.position[g][e]);
             s[g][n] = x;

@@ -1,4 +1,4 @@
-// Section 4 of docs/arithmetic.md: the scores of each query row against the 64 tokens of a tile (K·Q on tensor cores).
+// Section 4 of docs/arithmetic.md: the scores of each query row against the 64 tokens of a tile (K·Q on tensor cores), without the row's step.
 //
 // A lane has the scores of tokens 16i + lane/4 and that + 8, of the rows of its two columns: s[g][4i + 2h + e] is token 16i + 8h + lane/4 of
 // column e, the order of the accumulators.
@@ -129,7 +129,6 @@ DEVICE void scores(const StagedTile& at, const Params& params, const Query& q, c
                     float term = key_term(sums[i].of[group][g].x[n], n / 2, unit[n / 2], (float)q.sum[g][group][n % 2], k);
                     float& to = s[g][4 * i + n];
                     to = group == 0 ? term : to + term;
-                    if (group == Keys::GROUPS - 1) to = to * q.scale[g][n % 2];
                 }
         }
 }

@@ -55,7 +55,7 @@ struct Rescale {
     float alpha[ROW_GROUPS][2], beta[ROW_GROUPS][2];
 };
 
-// Sets `tops` to the largest scores of each row, over the warp's tokens, rounded up to an integer.
+// Sets `tops` to the largest scores of each row, over the warp's tokens.
 template <int SCORES> DEVICE void row_max(const float (&s)[ROW_GROUPS][SCORES], int lane, float (&tops)[ROW_GROUPS][2]) {
 #pragma unroll
     for (int g = 0; g < ROW_GROUPS; g++) {
@@ -65,9 +65,52 @@ template <int SCORES> DEVICE void row_max(const float (&s)[ROW_GROUPS][SCORES], 
         tops[g][0] = fmaxf(top[0], top[2]);
         tops[g][1] = fmaxf(top[1], top[3]);
         column_max(tops[g], lane);
-#pragma unroll
-        for (int e = 0; e < 2; e++) tops[g][e] = ceilf(tops[g][e]);
     }
+}
+
+// What the scores of a tile count from, by row group and column.
+struct Exponents {
+    float base[ROW_GROUPS][2];  // integers: what is taken off a score's point of the grid; floats: off a score
+    float tile[ROW_GROUPS][2];  // the tile's exponent; -inf where the row sees nothing of it
+    float step[ROW_GROUPS][2];  // integers: what scores are multiplied by on the way to the grid
+};
+// Scores beyond the grid's range, of rows whose bit in `far` (2g + e) is set, become differences from their largest, rounded up.
+template <int SCORES> DEVICE void approach(float (&s)[ROW_GROUPS][SCORES], const float (&tops)[ROW_GROUPS][2], u32 far, Exponents& x) {
+#pragma unroll
+    for (int g = 0; g < ROW_GROUPS; g++)
+#pragma unroll
+        for (int e = 0; e < 2; e++) {
+            if (!(far >> (2 * g + e) & 1)) continue;
+            float top = ceilf(tops[g][e] * x.step[g][e]);
+#pragma unroll
+            for (int n = e; n < SCORES; n += 2) s[g][n] = fmaxf(s[g][n] * x.step[g][e] - top, -65536.0f);
+            x.base[g][e] = SCORE_BASE + WEIGHT_SHIFT;
+            x.tile[g][e] = top + WEIGHT_SHIFT;
+            x.step[g][e] = 1.0f;
+        }
+}
+// The exponents of a tile by its largest scores; `have_steps`: these are multiplied by `steps` already. Integers: scores of far rows change.
+template <int SCORES>
+DEVICE Exponents find_exponents(const float (&tops)[ROW_GROUPS][2], const float (&steps)[ROW_GROUPS][2], bool have_steps, float (&s)[ROW_GROUPS][SCORES]) {
+    Exponents x = {};
+    u32 far = 0;
+#pragma unroll
+    for (int g = 0; g < ROW_GROUPS; g++)
+#pragma unroll
+        for (int e = 0; e < 2; e++) {
+            if constexpr (INTEGER) {
+                x.step[g][e] = have_steps ? 1.0f : steps[g][e];
+                float top = fmaf(tops[g][e], x.step[g][e], SCORE_BASE), ceil = grid_ceil(top);
+                bool some = tops[g][e] > MINUS_INFINITY;
+                if (some && !is_near(top)) far |= 1u << (2 * g + e);
+                x.base[g][e] = ceil + WEIGHT_SHIFT;
+                x.tile[g][e] = some ? ceil - SCORE_BASE + WEIGHT_SHIFT : MINUS_INFINITY;
+            } else {
+                x.base[g][e] = x.tile[g][e] = ceilf(tops[g][e]);
+            }
+        }
+    if (INTEGER && __any_sync(~0u, far != 0)) approach(s, tops, far, x);
+    return x;
 }
 
 // The scores of a tile that have no weight, a bit each; in one place, since a predicate of each would take more registers than all else.
@@ -75,15 +118,15 @@ struct Hidden {
     u32 scores[ROW_GROUPS];
 };
 
-// Replaces scores by weights p, by the maxima of the whole tile. `full`: none is hidden.
-template <int SCORES> DEVICE void weigh_scores(float (&s)[ROW_GROUPS][SCORES], bool full, const Hidden& hidden, const float (&tops)[ROW_GROUPS][2]) {
+// Replaces scores by weights p. `full`: none is hidden.
+template <int SCORES> DEVICE void weigh_scores(float (&s)[ROW_GROUPS][SCORES], bool full, const Hidden& hidden, const Exponents& x) {
 #pragma unroll
     for (int g = 0; g < ROW_GROUPS; g++)
 #pragma unroll
         for (int n = 0; n < SCORES; n++) {
-            float top = tops[g][n % 2];
-            if constexpr (INTEGER) s[g][n] = exp2w(fma_saturate(s[g][n], -0.015625f, 0.015625f * top));
-            else s[g][n] = exp2f_full(fmaxf(s[g][n] - top, -125.0f));
+            const int e = n % 2;
+            if constexpr (INTEGER) s[g][n] = exp2_of_point(fmaf(s[g][n], x.step[g][e], SCORE_BASE) - x.base[g][e]);
+            else s[g][n] = exp2f_full(fmaxf(s[g][n] - x.base[g][e], -125.0f));
         }
     if (SCORES == WEIGHTS && full) return;  // four scores cost less than a branch
 #pragma unroll
@@ -93,37 +136,51 @@ template <int SCORES> DEVICE void weigh_scores(float (&s)[ROW_GROUPS][SCORES], b
             if (hidden.scores[g] & 1u << n) s[g][n] = 0.0f;
 }
 
-// Updates the running maxima by a tile's.
-template <class Team> DEVICE Rescale enter_tile(StateOf<Team>& state, const float (&tops)[ROW_GROUPS][2]) {
+// Folds a tile's exponents into the state's.
+template <class Team> DEVICE Rescale enter_tile(StateOf<Team>& state, const Exponents& x) {
     Rescale r;
 #pragma unroll
     for (int g = 0; g < ROW_GROUPS; g++)
 #pragma unroll
         for (int e = 0; e < 2; e++) {
-            float& running = state.m[g][e];
-            float m = INTEGER ? tops[g][e] - 1.0f : tops[g][e];
-            float top = fmaxf(running, m);
-            r.alpha[g][e] = pow2(top - running);
-            r.beta[g][e] = m > MINUS_INFINITY ? pow2(top - m) : -0.0f;  // -0: adding a product with it changes no bit, the sign of a zero included
-            running = top;
+            Factors f = fold_factors(state.m[g][e], x.tile[g][e]);
+            r.alpha[g][e] = f.alpha;
+            r.beta[g][e] = f.beta;
         }
     return r;
+}
+// The sums of a row group's weights over the tile: integers as f16, exact in any order; floats in units of 2^-22.
+DEVICE void sum_weights(const float (&p)[WEIGHTS], int lane, float (&l)[2]) {
+    if constexpr (INTEGER) {
+        l[0] = l[1] = 0.0f;
+#pragma unroll
+        for (int n = 0; n < WEIGHTS; n += 2) {
+            u32 pair = f16_pair(p[n], p[n + 1]);
+            l[0] += half_float(pair & 0xffff);
+            l[1] += half_float(pair >> 16);
+        }
+        column_sum(l, lane);
+    } else {
+        u32 units[2] = {0, 0};
+#pragma unroll
+        for (int n = 0; n < WEIGHTS; n++) units[n % 2] += float_bits(p[n] + WEIGHT_BASE) - WEIGHT_BASE_BITS;
+        column_sum(units, lane);
+#pragma unroll
+        for (int e = 0; e < 2; e++) l[e] = (float)(int)units[e] * exp2i(-22);
+    }
 }
 // Adds a tile's weights to the running sums; weights(g, p) gives those of a row group.
 template <class Team, class WeightsOf> DEVICE void add_weights(StateOf<Team>& state, WeightsOf weights, const Rescale& r, int lane) {
 #pragma unroll
     for (int g = 0; g < ROW_GROUPS; g++) {
-        float p[WEIGHTS];
+        float p[WEIGHTS], l[2];
         weights(g, p);
-        u32 l[2] = {0, 0};
+        sum_weights(p, lane, l);
 #pragma unroll
-        for (int n = 0; n < WEIGHTS; n++) l[n % 2] += float_bits(p[n] + WEIGHT_BASE) - WEIGHT_BASE_BITS;
-        column_sum(l, lane);
-#pragma unroll
-        for (int e = 0; e < 2; e++) state.l[g][e] = fmaf((float)(int)l[e], exp2i(-22) * r.beta[g][e], state.l[g][e] * r.alpha[g][e]);
+        for (int e = 0; e < 2; e++) state.l[g][e] = fmaf(l[e], r.beta[g][e], state.l[g][e] * r.alpha[g][e]);
     }
 }
-// Rescales O to the new maximum, before the tile is added.
+// Rescales O to a tile's exponent where the state takes it over, before the tile is added.
 template <class Team> DEVICE void rescale(StateOf<Team>& state, const Rescale& r) {
     bool moved = false;
 #pragma unroll
@@ -141,6 +198,7 @@ template <class Team> DEVICE void rescale(StateOf<Team>& state, const Rescale& r
 struct ValueParams {
     float scale[WEIGHTS / 2], shift[WEIGHTS / 2];
 
+    DEVICE float on_grid(float scale) { return INTEGER ? grid_scale(scale) : scale; }
     // `exist`: whether all tokens do.
     template <class Params> DEVICE ValueParams read(const Params& params, int group, bool exist, int lane) {
         ValueParams v = {};
@@ -149,10 +207,10 @@ struct ValueParams {
             int t = 8 * i + lane / 4;
             if constexpr (Values::HAS_SHIFTS) {
                 float2 x = params.scale_shift(group, t);
-                v.scale[i] = x.x;
+                v.scale[i] = on_grid(x.x);
                 v.shift[i] = x.y;
             } else if constexpr (Values::HAS_PARAMS) {
-                v.scale[i] = Values::HAS_HALF_STEPS ? params.scale(group, t) * RESIDUAL_STEP : params.scale(group, t);
+                v.scale[i] = on_grid(params.scale(group, t)) * (Values::HAS_HALF_STEPS ? RESIDUAL_STEP : 1.0f);
             } else {
                 v.scale[i] = 1.0f;
             }
@@ -171,7 +229,7 @@ struct ValueParams {
 DEVICE void shift_sum(const float (&p)[WEIGHTS], const ValueParams& v, int lane, float (&z)[2]) {
     z[0] = z[1] = 0.0f;
 #pragma unroll
-    for (int n = 0; n < WEIGHTS; n++) z[n % 2] = z[n % 2] + p[n] * v.shift[n / 2];
+    for (int n = 0; n < WEIGHTS; n++) z[n % 2] = z[n % 2] + (INTEGER ? half_float(float_half(p[n])) : p[n]) * v.shift[n / 2];
     column_sum(z, lane);
 }
 
@@ -194,7 +252,7 @@ struct Weights {
     float shift[2];   // z
 };
 
-// `thresholds`: θ of the lane's tokens.
+// `thresholds`: those of the lane's tokens.
 DEVICE void weigh(const float (&p)[WEIGHTS], const ValueParams& v, const float (&thresholds)[WEIGHTS / 2], const bool (&is_fine)[2], int lane, Weights& w) {
     float x[WEIGHTS], largest[2];
 #pragma unroll
@@ -205,11 +263,11 @@ DEVICE void weigh(const float (&p)[WEIGHTS], const ValueParams& v, const float (
     for (int e = 0; e < 2; e++) w.step[e] = step[e].step;
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-        u32 b[4];
+        float b[4];
 #pragma unroll
-        for (int n = 0; n < 4; n++) b[n] = float_bits(x[4 * i + n] * step[n % 2].inverse + thresholds[2 * i + n / 2]);
+        for (int n = 0; n < 4; n++) b[n] = fmaf(x[4 * i + n], step[n % 2].inverse, thresholds[2 * i + n / 2]);
         // Halves {t, t + 8} of two columns become halves of tokens 2c, 2c + 1 of one column, and these take their slots.
-        u32 columns = __byte_perm(__byte_perm(b[0], b[2], 0x0051), __byte_perm(b[1], b[3], 0x0051), 0x5410);
+        u32 columns = weight_bytes(b[0], b[2], b[1], b[3]);
         w.panel[i] = __byte_perm(transposed(columns), 0, 0x3120);
     }
     if constexpr (Values::HAS_NIBBLES) {
