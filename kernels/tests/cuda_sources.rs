@@ -5,16 +5,17 @@ use std::collections::BTreeSet;
 use attn_core::{Heads, KvFormat, Problem};
 use attn_kernels::{
     CUDA,
-    cuda::{Arch, Instance, KvLayout},
+    cuda::{Arch, Exponential, Instance, KvLayout, Target},
 };
 
 /// The files that turn macros of an instance into constants.
-const READERS: [&str; 7] = [
+const READERS: [&str; 8] = [
     "attend/config.cuh",
     "attend/kernel_defaults.cuh",
     "attend/low_latency/config.cuh",
     "attend/many_rows/config.cuh",
     "attend/split_kv/config.cuh",
+    "common/arithmetic.cuh",
     "ops/rotary.cuh",
     "page/instance.cuh",
 ];
@@ -39,7 +40,11 @@ fn macros() -> BTreeSet<String> {
         let layout = KvLayout::Pages(page_size);
         instances.extend(Instance::all_decode(&problem, format, layout, limit));
     }
-    let options = instances.iter().flat_map(|i| i.options(Arch::Sm90a));
+    let target = Target {
+        arch: Arch::Sm90a,
+        exponential: Exponential::Polynomial,
+    };
+    let options = instances.iter().flat_map(|i| i.options(target));
     let names = options.filter_map(|option| {
         let definition = option.strip_prefix("-D")?;
         Some(definition.split('=').next()?.to_owned())

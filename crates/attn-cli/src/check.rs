@@ -99,8 +99,14 @@ pub fn check(
         for refusal in &report.refusals {
             console.remark(format_args!("no kernel: {refusal}"));
         }
+        let grid = backend.check_grid()?;
+        all_passed &= grid.is_none_or(|grid| grid.is_right());
         console.table(line(id, &report))?;
-        rows.push(value(id, &report));
+        if let Some(grid) = &grid {
+            console.table(format_args!("{id}: the device's own functions: {grid}"))?;
+        }
+        let functions = grid.map(|grid| grid.to_string());
+        rows.push(value(id, &report, functions));
     }
     console.value(&json!(rows))?;
     Ok(all_passed)
@@ -139,10 +145,11 @@ fn line(id: BackendId, report: &Report) -> String {
     )
 }
 
-fn value(id: BackendId, report: &Report) -> Value {
+fn value(id: BackendId, report: &Report, device_functions: Option<String>) -> Value {
     json!({
         "backend": id.to_string(), "cases": report.cases, "failures": report.failures, "no_kernel": report.refusals,
         "integer_digest": format!("{:016x}", report.integer_digest), "float_digest": format!("{:016x}", report.float_digest),
+        "device_functions": device_functions,
     })
 }
 

@@ -7,6 +7,7 @@ use crate::{
     error::{Error, Unsupported},
     events,
     format::KvFormat,
+    grid::GridCheck,
     plan::Plan,
     problem::Problem,
     span_states::SpanStates,
@@ -61,6 +62,15 @@ pub trait DecodeAttention: Send + Sync {
     /// Whether the device is a program on the CPU, such as Mesa's software adapter. Selection takes such a backend only by name.
     fn is_software(&self) -> bool {
         false
+    }
+
+    /// Compares the device's own exponential and logarithm with what the integer arithmetic needs of them, where the backend has kernels that use them; `None` from a
+    /// backend whose integer arithmetic has IEEE operations alone. Backends that use them do this by themselves before they answer, and then do without what is not right.
+    ///
+    /// # Errors
+    /// [`Error::Device`].
+    fn check_grid(&self) -> Result<Option<GridCheck>, Error> {
+        Ok(None)
     }
 
     /// Whether there is a kernel for the problem.

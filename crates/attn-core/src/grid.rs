@@ -4,6 +4,8 @@
 //! and everything that is rounded from it has been chosen so that no rounding boundary is near: any exponential that errs by at most
 //! [`MARGIN`] gives the integers of this module. A kernel computes in f32 what stands here in f64.
 
+use std::{fmt, ops::RangeInclusive};
+
 use half::f16;
 
 use crate::arithmetic::TILE;
@@ -141,4 +143,154 @@ pub const fn threshold(t: usize) -> f32 {
 #[must_use]
 pub fn mantissas() -> [f32; GRID as usize] {
     std::array::from_fn(|n| weight(n as i32) as f32)
+}
+
+/// Points of [`GridCheck`]: from where nothing counts to the largest scale of V.
+pub const CHECKED_POINTS: RangeInclusive<i32> = -160 * GRID..=16 * GRID;
+/// Scales of [`GridCheck`]: the finite f16 numbers from +0 on, in the order of their bits.
+pub const CHECKED_SCALES: u16 = 0x7C00;
+/// The smallest point whose weight a device that flushes subnormals keeps.
+const SMALLEST_NORMAL: i32 = -126 * GRID;
+
+/// What a device gives for the inputs of its own exponential and logarithm, which IEEE 754 does not define, beside what section 5 allows: all of their inputs that
+/// the integer arithmetic has.
+#[derive(Debug, Clone, Copy, PartialEq)]
+#[non_exhaustive]
+pub struct GridCheck {
+    /// Points that were compared.
+    pub points: usize,
+    /// The largest relative error of 2^(n/64), in units of 2^-22; 1 is allowed.
+    pub largest_error: f64,
+    /// Powers of two that are not exact, and weights below 2^-126 that are not 0.
+    pub inexact: usize,
+    /// Scales of V that were compared.
+    pub scales: usize,
+    /// Scales that are read as another point of the grid.
+    pub misread: usize,
+}
+
+impl GridCheck {
+    /// Compares what a device gives: 2^(n/64) for each of [`CHECKED_POINTS`], and the first [`CHECKED_SCALES`] f16 numbers as V's scales are read.
+    #[must_use]
+    pub fn of(points: &[f32], scales: &[f32]) -> Self {
+        let mut check = GridCheck {
+            points: points.len(),
+            largest_error: 0.0,
+            inexact: 0,
+            scales: scales.len(),
+            misread: 0,
+        };
+        for (point, found) in CHECKED_POINTS.zip(points) {
+            let is_exact = point < SMALLEST_NORMAL || point % GRID == 0;
+            if is_exact {
+                check.inexact += usize::from(*found != normal_weight(point));
+            } else {
+                let error = error_of(*found, weight(point));
+                check.largest_error = check.largest_error.max(error);
+            }
+        }
+        for (bits, found) in (0..CHECKED_SCALES).zip(scales) {
+            let is_read = match scale_point(f16::from_bits(bits)) {
+                None => *found == 0.0,
+                Some(point) => error_of(*found, weight(point)) <= 1.0,
+            };
+            check.misread += usize::from(!is_read);
+        }
+        check
+    }
+
+    /// Whether the device has every point and every scale, as closely as the arithmetic needs them.
+    #[must_use]
+    pub fn is_right(&self) -> bool {
+        let is_whole =
+            self.points == CHECKED_POINTS.count() && self.scales == usize::from(CHECKED_SCALES);
+        is_whole && self.largest_error <= 1.0 && self.inexact == 0 && self.misread == 0
+    }
+}
+
+impl fmt::Display for GridCheck {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let GridCheck {
+            points,
+            largest_error,
+            inexact,
+            scales,
+            misread,
+        } = self;
+        write!(
+            f,
+            "{points} powers of 2 within {largest_error:.2}·2^-22 (1 is allowed), {inexact} inexact; {scales} scales, {misread} misread"
+        )
+    }
+}
+
+/// A weight as a device that flushes subnormals has it.
+fn normal_weight(point: i32) -> f32 {
+    if point < SMALLEST_NORMAL {
+        0.0
+    } else {
+        weight(point) as f32
+    }
+}
+
+/// The relative error of a number, in units of 2^-22; infinite for what is no number.
+fn error_of(found: f32, exact: f64) -> f64 {
+    let error = (f64::from(found) / exact - 1.0).abs() * 4_194_304.0;
+    if error.is_nan() { f64::INFINITY } else { error }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn right() -> (Vec<f32>, Vec<f32>) {
+        let points = CHECKED_POINTS.map(normal_weight).collect();
+        let scales = (0..CHECKED_SCALES).map(|bits| grid_scale(f16::from_bits(bits)));
+        (points, scales.collect())
+    }
+
+    #[test]
+    fn a_device_is_right_where_every_point_and_scale_is() {
+        let (points, scales) = right();
+        let check = GridCheck::of(&points, &scales);
+        assert!(check.is_right() && check.largest_error < 0.26, "{check}");
+        assert_eq!((check.points, check.scales), (11_265, 31_744));
+        assert!(
+            !GridCheck::of(&points[1..], &scales).is_right(),
+            "a point less"
+        );
+        assert!(
+            !GridCheck::of(&points, &scales[1..]).is_right(),
+            "a scale less"
+        );
+    }
+
+    #[test]
+    fn one_wrong_number_is_found_wherever_it_is() {
+        let (points, scales) = right();
+        let place = |point: i32| (point - CHECKED_POINTS.start()) as usize;
+        let is_right = |i: usize, spoil: fn(f32) -> f32| {
+            let mut spoilt = points.clone();
+            spoilt[i] = spoil(spoilt[i]);
+            GridCheck::of(&spoilt, &scales).is_right()
+        };
+        for point in [-8063, -385, -1, 1, 63, 1023] {
+            assert!(is_right(place(point), |x| f32::from_bits(x.to_bits() + 1)));
+            assert!(
+                !is_right(place(point), |x| f32::from_bits(x.to_bits() + 9)),
+                "{point}"
+            );
+            assert!(!is_right(place(point), |_| f32::NAN), "{point}");
+        }
+        for point in [-8064, -384, 0, 64, 1024] {
+            assert!(!is_right(place(point), |x| x.next_up()), "{point}");
+        }
+        // Below 2^-126 nothing counts.
+        assert!(!is_right(place(-8065), |_| 1e-38));
+        for bits in [0, 1, 0x3C00, 0x7BFF] {
+            let mut spoilt = scales.clone();
+            spoilt[bits] = (spoilt[bits] * 1.0109).max(1e-30);
+            assert!(!GridCheck::of(&points, &spoilt).is_right(), "{bits:#x}");
+        }
+    }
 }

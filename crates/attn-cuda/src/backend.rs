@@ -5,6 +5,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use attn_core::{
     CacheConfig, DecodeAttention, DecodeStep, DeviceInfo, DeviceSteps, Dtype, Error, KvCache,
     KvFormat, KvMemory, PageStore, Plan, Problem, StepInputs, StepOutputs, Unsupported,
+    grid::GridCheck,
 };
 use attn_kernels::cuda::KvLayout;
 use cudarc::driver::{DriverError, result};
@@ -175,6 +176,12 @@ impl DecodeAttention for CudaBackend {
         &self.device.info
     }
 
+    fn check_grid(&self) -> Result<Option<GridCheck>, Error> {
+        self.device.bind()?;
+        let check = self.device.check_exponential();
+        check.map(Some).map_err(failed("checking the exponential"))
+    }
+
     fn supports(&self, problem: &Problem, format: KvFormat) -> Result<(), Unsupported> {
         let defined = problem
             .check()
@@ -184,10 +191,12 @@ impl DecodeAttention for CudaBackend {
             reason: error.to_string(),
         })?;
         let instance = native::choose(&self.device, problem, format, USUAL)?;
-        images::obtainable(&instance, self.device.arch).map_err(|error| Unsupported::Absent {
-            backend: BACKEND,
-            reason: error.to_string(),
-            next_step: "or use backend \"cpu\"".into(),
+        images::obtainable(&instance, self.device.known_target()).map_err(|error| {
+            Unsupported::Absent {
+                backend: BACKEND,
+                reason: error.to_string(),
+                next_step: "or use backend \"cpu\"".into(),
+            }
         })
     }
 

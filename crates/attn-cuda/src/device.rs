@@ -18,7 +18,9 @@ use cudarc::{
     nvrtc::Ptx,
 };
 
-use attn_kernels::cuda::{Arch, DeviceLimits, H200_MEMORY_PACE, Instance, Launch, Preferences};
+use attn_kernels::cuda::{
+    Arch, DeviceLimits, Exponential, H200_MEMORY_PACE, Instance, Launch, Preferences, Target,
+};
 
 use crate::{
     error::{BACKEND, CudaError, absent, failed, refused_by_driver},
@@ -100,9 +102,11 @@ pub(crate) struct Device {
     memory_pace: f64,
     pub(crate) preferences: Preferences,
     // Version of the driver, as in cuDriverGetVersion.
-    version: i32,
+    pub(crate) version: i32,
     pub(crate) check: Option<CudaSlice<u8>>,
     pub(crate) info: DeviceInfo,
+    // Whose powers of two integer kernels take, once one has been loaded, or the options have said it.
+    pub(crate) exponential: Mutex<Option<Exponential>>,
     kernels: Mutex<HashMap<Instance, Entry>>,
 }
 
@@ -220,6 +224,7 @@ impl Device {
             version,
             check,
             info,
+            exponential: Mutex::new(options.exponential),
             kernels: Mutex::default(),
             context,
         })
@@ -254,13 +259,13 @@ impl Device {
     }
 
     /// The module of an instance, whatever its image comes from.
-    fn module(&self, instance: &Instance) -> Result<Arc<CudaModule>, CudaError> {
+    fn module(&self, instance: &Instance, target: Target) -> Result<Arc<CudaModule>, CudaError> {
         let start = Instant::now();
-        let (image, mut origin) = images::image(instance, self.arch, false)?;
+        let (image, mut origin) = images::image(instance, target, false)?;
         let module = match self.context.load_module(Ptx::from_binary(image)) {
             // Another driver's or compiler's entry, perhaps: once more from the source.
             Err(_) if origin == Origin::Cached => {
-                let (image, again) = images::image(instance, self.arch, true)?;
+                let (image, again) = images::image(instance, target, true)?;
                 origin = again;
                 self.context.load_module(Ptx::from_binary(image))?
             }
@@ -272,7 +277,18 @@ impl Device {
     }
 
     fn load(&self, instance: &Instance, shared_bytes: usize) -> Result<LoadedKernel, CudaError> {
-        let module = self.module(instance)?;
+        let target = self.target(instance)?;
+        self.load_for(instance, target, shared_bytes)
+    }
+
+    /// Loads a kernel that is compiled for this target, whatever kernels of the instance are for.
+    pub(crate) fn load_for(
+        &self,
+        instance: &Instance,
+        target: Target,
+        shared_bytes: usize,
+    ) -> Result<LoadedKernel, CudaError> {
+        let module = self.module(instance, target)?;
         // The kernel's own figure; the host's formula only chose the shape.
         let exported = match instance {
             Instance::Decode { .. } | Instance::Read => self.exported(&module, "attn_shared_bytes"),

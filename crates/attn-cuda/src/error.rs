@@ -39,6 +39,11 @@ pub enum CudaError {
         /// Bytes that the device allows.
         limit: usize,
     },
+    /// Neither the GPU's instructions nor IEEE operations give what the integer arithmetic needs.
+    #[error(
+        "the GPU's numbers are not those of docs/arithmetic.md, section 5: {0}; use backend \"cpu\", and report the GPU and its driver"
+    )]
+    Exponential(attn_core::grid::GridCheck),
     /// `ATTN_CUDA=check=1` found inputs that decode cannot survive.
     #[error(
         "ATTN_CUDA=check=1: {what}[{index}] is {value}, allowed {allowed}; correct the caller's device buffer"

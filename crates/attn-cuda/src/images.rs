@@ -8,7 +8,7 @@ use std::{
 };
 
 use attn_kernels::cuda::{
-    Arch, Instance,
+    Instance, Target,
     instance::Key,
     nvrtc::{self, Nvrtc},
 };
@@ -115,10 +115,11 @@ pub fn embedded_count() -> usize {
 /// [`ImageError`].
 pub fn image(
     instance: &Instance,
-    arch: Arch,
+    target: impl Into<Target>,
     fresh: bool,
 ) -> Result<(Vec<u8>, Origin), ImageError> {
-    let key = instance.key(sources(), arch);
+    let target = target.into();
+    let key = instance.key(sources(), target);
     if let Some(image) = embedded_image(&key) {
         return Ok((image.to_vec(), Origin::Embedded));
     }
@@ -133,7 +134,7 @@ pub fn image(
     }
     let compiler = compiler().map_err(|error| without_compiler(error, cached.err()))?;
     let image = compiler
-        .compile(sources(), instance.source(), &instance.options(arch))
+        .compile(sources(), instance.source(), &instance.options(target))
         .map_err(ImageError::Compile)?;
     // A cache that cannot be written, or must not be, costs time, nothing else.
     if let Ok(Some(folder)) = folder {
@@ -148,8 +149,8 @@ pub fn image(
 ///
 /// # Errors
 /// [`ImageError`].
-pub fn obtainable(instance: &Instance, arch: Arch) -> Result<(), ImageError> {
-    let key = instance.key(sources(), arch);
+pub fn obtainable(instance: &Instance, target: Target) -> Result<(), ImageError> {
+    let key = instance.key(sources(), target);
     if embedded_image(&key).is_some() {
         return Ok(());
     }
@@ -193,6 +194,8 @@ fn without_compiler(error: ImageError, cache: Option<CacheError>) -> ImageError 
 
 #[cfg(test)]
 mod tests {
+    use attn_kernels::cuda::Arch;
+
     use super::*;
 
     #[test]
@@ -275,6 +278,7 @@ mod tests {
                 merge,
                 Instance::QueryBlocks,
                 Instance::Check,
+                Instance::GridFunctions,
                 Instance::Read,
             ] {
                 let image = nvrtc.compile(

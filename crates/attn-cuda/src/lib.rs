@@ -16,6 +16,7 @@ mod device_tables;
 mod error;
 mod explain;
 mod gpu;
+mod grid_functions;
 mod handles;
 mod image_cache;
 mod images;
@@ -34,7 +35,7 @@ pub mod internals;
 
 use attn_core::{DecodeAttention, Unsupported};
 
-pub use attn_kernels::cuda::{Arch, KernelChoice, KernelConfig};
+pub use attn_kernels::cuda::{Arch, Exponential, KernelChoice, KernelConfig};
 pub use error::CudaError;
 pub use explain::{ExplainedKernel, Explanation};
 pub use gpu::CudaBackend;

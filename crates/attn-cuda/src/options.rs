@@ -1,7 +1,7 @@
 //! The options of the backend, and the environment variables that set them.
 
 use attn_core::{Settings, Unsupported};
-use attn_kernels::cuda::{Arch, KernelChoice};
+use attn_kernels::cuda::{Arch, Exponential, KernelChoice};
 
 use crate::error::BACKEND;
 
@@ -29,12 +29,15 @@ pub struct Options {
     /// Whether prompts are attended from pages of 64 tokens that a launch makes in the workspace (up to 1 GiB): in f16 where they may be attended as floats, as they are where pages are small, and
     /// rows of 16 bits where they take many copies; `None`: where it is faster. `ATTN_CUDA=dequantize=1` or `0`. Bits that nobody promises depend on it.
     pub dequantize: Option<bool>,
+    /// Where integer kernels take powers of two from; `None`: from the GPU's instructions once these have been found right, else from polynomials, which take longer.
+    /// `ATTN_CUDA=exponential=instruction` or `polynomial`.
+    pub exponential: Option<Exponential>,
     /// Whether a launch that refuses bad inputs goes before each append and decode. `ATTN_CUDA=check=1`.
     pub check: bool,
 }
 
 impl Options {
-    /// Reads the settings of `ATTN_CUDA`: `arch`, `kernel`, `dequantize` and `check`. Those that it does not give keep their defaults.
+    /// Reads the settings of `ATTN_CUDA`: `arch`, `kernel`, `dequantize`, `exponential` and `check`. Those that it does not give keep their defaults.
     ///
     /// # Errors
     /// [`Unsupported::Absent`] for a value that is not allowed.
@@ -42,7 +45,11 @@ impl Options {
         let arch = |name: &str| {
             Arch::from_name(name).ok_or_else(|| "sm_80, sm_90a, compute_80".to_owned())
         };
-        let keys = ["arch", "kernel", "dequantize", "check"];
+        let exponential = |name: &str| {
+            let named = Exponential::from_name(name);
+            named.ok_or_else(|| "instruction, polynomial".to_owned())
+        };
+        let keys = ["arch", "kernel", "dequantize", "exponential", "check"];
         let settings = Settings::from_env(BACKEND, "ATTN_CUDA", &keys)?;
         Ok(Options {
             ordinal: 0,
@@ -50,6 +57,7 @@ impl Options {
             sms: None,
             kernel: settings.get("kernel", str::parse)?.unwrap_or_default(),
             dequantize: settings.flag("dequantize")?,
+            exponential: settings.get("exponential", exponential)?,
             check: settings.flag("check")?.unwrap_or_default(),
         })
     }
@@ -86,6 +94,13 @@ impl Options {
     #[must_use]
     pub fn dequantize(mut self, dequantize: bool) -> Self {
         self.dequantize = Some(dequantize);
+        self
+    }
+
+    /// Takes powers of two of integer kernels from there, checked or not.
+    #[must_use]
+    pub fn exponential(mut self, exponential: Exponential) -> Self {
+        self.exponential = Some(exponential);
         self
     }
 

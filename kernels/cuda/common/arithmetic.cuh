@@ -40,6 +40,22 @@ DEVICE float rcp(float x) {
     return y;
 }
 
+// log2(x), x a normal number: n plus what is returned, -½ to ½.
+DEVICE float log2_parts(float x, float& n) {
+    int i = (int)float_bits(x) - 0x3F3504F3;
+    float u = bits_float((u32)((i & 0x7FFFFF) + 0x3F3504F3)) - 1.0f;
+    float y = bits_float(0x3E090EF7) * u + bits_float(0xBE607D7C);
+    y = y * u + bits_float(0x3E5F6D97);
+    y = y * u + bits_float(0xBE72988E);
+    y = y * u + bits_float(0x3E931B3E);
+    y = y * u + bits_float(0xBEB8BC98);
+    y = y * u + bits_float(0x3EF63E7D);
+    y = y * u + bits_float(0xBF38AA18);
+    y = y * u + bits_float(0x3FB8AA36);
+    n = (float)(i >> 23);
+    return y * u;
+}
+
 // ---- the grid of section 5 ----
 
 constexpr float SCORE_BASE = 196608.0f;  // 1.5·2^17: its sum with a score counts 64ths
@@ -49,10 +65,29 @@ DEVICE bool is_near(float top) { return top >= 131200.0f && top < 262144.0f; }
 // The same, rounded up to an integer score.
 DEVICE float grid_ceil(float top) { return bits_float(float_bits(top) + 63 & ~63u); }
 
-// 2^x of a point of the grid: the device's exponential errs by 2^-22 at most and gives powers of two exactly, which the margin of section 5 allows.
+// exp2_of_point   2^x of a point of the grid. It errs by 2^-22 at most and gives powers of two exactly, which the margin of section 5 allows; 0 below 2^-126.
+// grid_scale      a scale of V, 0 or more, on the grid: the nearest 2^(n/64).
+// The device's instructions are trusted once grid_functions.cu has shown it of all their inputs; polynomials do without them.
+#if !ATTN_POLYNOMIAL
 DEVICE float exp2_of_point(float x) { return approximate_exp2(x); }
-// A scale of V, 0 or more, on the grid: the nearest 2^(n/64).
 DEVICE float grid_scale(float scale) { return exp2_of_point((approximate_log2(scale) + SCORE_BASE) - SCORE_BASE); }
+#else
+// Within 0.51·2^-22: a minimax fit on [0, 1).
+DEVICE float exp2_of_point(float x) {
+    float n = floorf(x), u = x - n;
+    float y = bits_float(0x3AF37351) * u + bits_float(0x3C141224);
+    y = y * u + bits_float(0x3D647F33);
+    y = y * u + bits_float(0x3E75EEB5);
+    y = y * u + bits_float(0x3F317258);
+    y = y * u + 1.0f;
+    return x < -126.0f ? 0.0f : bits_float(float_bits(y) + ((u32)(int)n << 23));
+}
+// The logarithm's integer is added last, behind the rounding to 64ths: beside it the fraction would lose bits.
+DEVICE float grid_scale(float scale) {
+    float n, fraction = log2_parts(scale, n);
+    return scale > 0.0f ? exp2_of_point(((fraction + SCORE_BASE) - SCORE_BASE) + n) : 0.0f;
+}
+#endif
 
 // The step κ of weights whose largest is x, rounded up to 3 significant bits (2 where V is read fine), and its inverse.
 struct WeightStep {
@@ -114,18 +149,8 @@ DEVICE float softcap(float s, float inner, float outer) {
 
 // ln(l·2^m).
 DEVICE float log_sum(float m, float l) {
-    int i = (int)float_bits(l) - 0x3F3504F3;
-    float u = bits_float((u32)((i & 0x7FFFFF) + 0x3F3504F3)) - 1.0f;
-    float y = bits_float(0x3E090EF7) * u + bits_float(0xBE607D7C);
-    y = y * u + bits_float(0x3E5F6D97);
-    y = y * u + bits_float(0xBE72988E);
-    y = y * u + bits_float(0x3E931B3E);
-    y = y * u + bits_float(0xBEB8BC98);
-    y = y * u + bits_float(0x3EF63E7D);
-    y = y * u + bits_float(0xBF38AA18);
-    y = y * u + bits_float(0x3FB8AA36);
-    y = y * u;
-    return ((m + (float)(i >> 23)) + y) * bits_float(0x3F317218);
+    float n, fraction = log2_parts(l, n);
+    return ((m + n) + fraction) * bits_float(0x3F317218);
 }
 
 }  // namespace attn

@@ -253,6 +253,17 @@ struct CheckParams {
 };
 static_assert(sizeof(CheckParams) == 64, "params.rs");
 
+// Parameters of `grid_functions.cu`.
+struct GridFunctionsParams {
+    float* points;                             // f32 [num_points]: 2^(first_point/64), 2^((first_point + 1)/64), …
+    float* scales;                             // f32 [num_scales]: the f16 numbers from +0 on as scales of V, on the grid.
+    int first_point;                           // The first point.
+    int num_points;                            // How many.
+    int num_scales;                            // How many scales.
+    unsigned int reserved;                     // Unused: the size is a multiple of 8.
+};
+static_assert(sizeof(GridFunctionsParams) == 32, "params.rs");
+
 // Parameters of `read.cu`.
 struct ReadParams {
     const unsigned char* from;                 // Buffer to read.

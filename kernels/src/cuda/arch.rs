@@ -1,6 +1,51 @@
 //! The targets of kernel images.
 
-/// The target of a kernel image.
+/// What a kernel is compiled for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Target {
+    /// The GPU's architecture.
+    pub arch: Arch,
+    /// Where kernels of the integer arithmetic take powers of two from.
+    pub exponential: Exponential,
+}
+
+impl From<Arch> for Target {
+    fn from(arch: Arch) -> Self {
+        Target {
+            arch,
+            exponential: Exponential::Instruction,
+        }
+    }
+}
+
+/// How kernels of the integer arithmetic find 2^(n/64) and the logarithms of V's scales (`docs/arithmetic.md`, section 5).
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Exponential {
+    /// By the GPU's own instructions, whose errors are measured before they are trusted (`grid_functions.cu`).
+    Instruction,
+    /// By polynomials, whose operations are IEEE's.
+    Polynomial,
+}
+
+impl Exponential {
+    /// In the order in which they are tried.
+    pub const ALL: [Self; 2] = [Exponential::Instruction, Exponential::Polynomial];
+
+    /// The name in settings and caches.
+    pub fn name(self) -> &'static str {
+        match self {
+            Exponential::Instruction => "instruction",
+            Exponential::Polynomial => "polynomial",
+        }
+    }
+
+    /// The exponential of a name.
+    pub fn from_name(name: &str) -> Option<Self> {
+        Self::ALL.into_iter().find(|way| way.name() == name)
+    }
+}
+
+/// The architecture of a kernel image.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Arch {
     /// A100: machine code.

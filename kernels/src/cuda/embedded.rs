@@ -13,7 +13,12 @@ use super::{
 /// The instances that `build.rs` embeds: presets and plain floats on pages of 64, few rows and prompts of `many_rows.cu`, and their appends; of the presets'
 /// shards a decode step's, and their merge.
 pub fn common(arch: Arch) -> Vec<Instance> {
-    let mut all = vec![Instance::Check, Instance::CopyPages, Instance::MergeStates];
+    let mut all = vec![
+        Instance::Check,
+        Instance::GridFunctions,
+        Instance::CopyPages,
+        Instance::MergeStates,
+    ];
     for format in [KvFormat::INT8, KvFormat::INT4, KvFormat::same(Scheme::Bf16)] {
         for head_dim in [64, 128] {
             for rotary in [false, true] {

@@ -3,7 +3,7 @@
 use attn_core::{Int8Scale, KvFormat, Problem, Scheme};
 
 use super::{
-    arch::Arch,
+    arch::{Exponential, Target},
     config::{Kernel, KernelConfig, KvLayout, SM_TEAMS},
     select::{self, Shape},
 };
@@ -97,6 +97,8 @@ pub enum Instance {
     QueryBlocks,
     /// `check.cu`.
     Check,
+    /// `grid_functions.cu`.
+    GridFunctions,
     /// `read.cu`.
     Read,
 }
@@ -242,6 +244,7 @@ impl Instance {
             Instance::MergeSpans { .. } => "ops/merge_spans.cu",
             Instance::QueryBlocks => "ops/query_blocks.cu",
             Instance::Check => "ops/check.cu",
+            Instance::GridFunctions => "ops/grid_functions.cu",
             Instance::Read => "ops/read.cu",
         }
     }
@@ -267,6 +270,7 @@ impl Instance {
             Instance::MergeSpans { .. } => "attn_merge_spans",
             Instance::QueryBlocks => "attn_query_blocks",
             Instance::Check => "attn_check",
+            Instance::GridFunctions => "attn_grid_functions",
             Instance::Read => "attn_read",
         }
     }
@@ -365,19 +369,33 @@ impl Instance {
             | Instance::MergeStates
             | Instance::QueryBlocks
             | Instance::Check
+            | Instance::GridFunctions
             | Instance::Read => Vec::new(),
         }
     }
 
     /// Whether subnormals are flushed, as the arithmetic of a state asks.
     pub fn flushes(&self) -> bool {
-        matches!(self, Instance::Decode { .. } | Instance::MergeSpans { .. })
+        matches!(
+            self,
+            Instance::Decode { .. } | Instance::MergeSpans { .. } | Instance::GridFunctions
+        )
+    }
+
+    /// Whether it puts scores on the grid of the integer arithmetic, so that its bits depend on an [`Exponential`].
+    pub fn has_grid(&self) -> bool {
+        match self {
+            Instance::Decode { format, .. } => format.is_integer(),
+            Instance::GridFunctions => true,
+            _ => false,
+        }
     }
 
     /// The compiler's options.
-    pub fn options(&self, arch: Arch) -> Vec<String> {
+    pub fn options(&self, target: impl Into<Target>) -> Vec<String> {
+        let target = target.into();
         let mut options = vec![
-            format!("--gpu-architecture={}", arch.name()),
+            format!("--gpu-architecture={}", target.arch.name()),
             "--std=c++17".to_owned(),
             "--fmad=false".to_owned(),
             "--device-as-default-execution-space".to_owned(),
@@ -385,6 +403,9 @@ impl Instance {
         // The arithmetic of decode flushes subnormals; the quantizers of append keep subnormal inputs.
         if self.flushes() {
             options.push("--ftz=true".to_owned());
+        }
+        if self.has_grid() && target.exponential == Exponential::Polynomial {
+            options.push("-DATTN_POLYNOMIAL=1".to_owned());
         }
         options.extend(
             self.macros()
@@ -398,7 +419,7 @@ impl Instance {
     ///
     /// The key decides which machine code runs, so it is a cryptographic hash: no two texts that anybody can make share one. Each
     /// text's length comes before it, so that what belongs to which text is part of the key.
-    pub fn key(&self, sources: &[(&str, &str)], arch: Arch) -> Key {
+    pub fn key(&self, sources: &[(&str, &str)], target: impl Into<Target>) -> Key {
         let mut hash = blake3::Hasher::new_derive_key("attn-cuda 2026-11 kernel image");
         let mut add = |text: &str| {
             hash.update(&(text.len() as u64).to_le_bytes());
@@ -409,7 +430,7 @@ impl Instance {
             add(source);
         }
         add(self.source());
-        for option in self.options(arch) {
+        for option in self.options(target) {
             add(&option);
         }
         *hash.finalize().as_bytes()
@@ -442,7 +463,10 @@ pub fn covered(format: KvFormat, layout: KvLayout) -> Result<(), (String, String
 
 #[cfg(test)]
 mod tests {
-    use super::{super::embedded::common, *};
+    use super::{
+        super::{arch::Arch, embedded::common},
+        *,
+    };
 
     #[test]
     fn keys_differ_where_images_do() {
@@ -450,6 +474,12 @@ mod tests {
         for arch in [Arch::Sm80, Arch::Sm90a, Arch::Compute80] {
             keys.extend(common(arch).iter().map(|i| i.key(&[("a.cu", "x")], arch)));
         }
+        let polynomial = Target {
+            arch: Arch::Sm80,
+            exponential: Exponential::Polynomial,
+        };
+        let of_polynomials = common(Arch::Sm80).into_iter().filter(Instance::has_grid);
+        keys.extend(of_polynomials.map(|i| i.key(&[("a.cu", "x")], polynomial)));
         keys.push(Instance::Check.key(&[("a.cu", "y")], Arch::Sm80));
         // The same bytes in a row, cut elsewhere.
         keys.push(Instance::Check.key(&[("a.c", "uy")], Arch::Sm80));

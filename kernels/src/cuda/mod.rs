@@ -27,7 +27,7 @@ pub mod select;
 pub mod smem;
 pub mod split;
 
-pub use arch::Arch;
+pub use arch::{Arch, Exponential, Target};
 pub use config::{
     DeviceLimits, H200_MEMORY_PACE, Kernel, KernelChoice, KernelConfig, KvLayout, Preferences,
 };

@@ -427,6 +427,22 @@ blocks! {
         query_tokens: i32 = "int",
     }
 
+    /// Parameters of `grid_functions.cu`.
+    struct GridFunctionsParams {
+        /// f32 [num_points]: 2^(first_point/64), 2^((first_point + 1)/64), …
+        points: u64 = "float*",
+        /// f32 [num_scales]: the f16 numbers from +0 on as scales of V, on the grid.
+        scales: u64 = "float*",
+        /// The first point.
+        first_point: i32 = "int",
+        /// How many.
+        num_points: i32 = "int",
+        /// How many scales.
+        num_scales: i32 = "int",
+        /// Unused: the size is a multiple of 8.
+        reserved: u32 = "unsigned int",
+    }
+
     /// Parameters of `read.cu`.
     struct ReadParams {
         /// Buffer to read.

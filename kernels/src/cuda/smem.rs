@@ -122,8 +122,11 @@ fn many_rows_bytes(config: &KernelConfig, stage: &Stage, head_dim: usize) -> usi
         }
         // First parts of queries.
         Unpacked::Nothing { integers: false } => (0, dims * 2),
-        // Queries, states of spans, thresholds.
-        Unpacked::Nothing { integers: true } => (0, dims * 5 + tile * 4),
+        // Queries, states of spans, thresholds, and V's scales of each warp.
+        Unpacked::Nothing { integers: true } => {
+            let scales = WARPGROUPS * 4 * tile * 4;
+            (0, dims * 5 + tile * 4 + scales)
+        }
         Unpacked::Bytes => {
             let stages = teams * UNPACKED_STAGES * (tile * (head_dim + 8) + 16);
             (stages, dims * 5 + tile * 4)

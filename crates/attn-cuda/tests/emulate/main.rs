@@ -18,6 +18,7 @@ mod shards;
 
 mod append;
 mod decode;
+mod grid_functions;
 mod headers;
 mod query_blocks;
 mod transfer;
@@ -34,7 +35,7 @@ use std::{
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use attn_conformance::Size;
 use attn_cuda::native::{DeviceAddress, Op};
-use attn_kernels::cuda::{Arch, Instance};
+use attn_kernels::cuda::{Arch, Instance, Target};
 use libloading::Library;
 use libtest_mimic::{Arguments, Completion, Trial};
 use tempfile::TempDir;
@@ -49,7 +50,7 @@ type Compiled = Arc<OnceLock<Result<Mutex<Library>, String>>>;
 pub struct Kernels {
     sources: TempDir,
     header: OnceLock<Result<(), String>>,
-    compiled: Mutex<HashMap<(Instance, Arch), Compiled>>,
+    compiled: Mutex<HashMap<(Instance, Target), Compiled>>,
 }
 
 impl Kernels {
@@ -83,13 +84,13 @@ impl Kernels {
     }
 
     /// The place of a kernel, and its number.
-    fn place(&self, instance: &Instance, arch: Arch) -> (Compiled, usize) {
+    fn place(&self, instance: &Instance, target: Target) -> (Compiled, usize) {
         let mut all = self
             .compiled
             .lock()
             .unwrap_or_else(|poisoned| poisoned.into_inner());
         let number = all.len();
-        (all.entry((*instance, arch)).or_default().clone(), number)
+        (all.entry((*instance, target)).or_default().clone(), number)
     }
 
     /// Runs a small launch to its end, as [`attn_cuda::CudaBackend::enqueue`] enqueues it.
@@ -121,23 +122,23 @@ impl Kernels {
         unsafe { self.run_as(Arch::Sm90a, instance, params, grid, threads) }
     }
 
-    /// Runs one launch of another GPU's kernel to its end.
+    /// Runs one launch of a kernel for another target to its end.
     ///
     /// # Safety
     /// Those of [`Self::run`].
     unsafe fn run_as<P>(
         &self,
-        arch: Arch,
+        target: impl Into<Target>,
         instance: &Instance,
         params: &P,
         grid: [usize; 3],
         threads: usize,
     ) -> Result<()> {
-        let grid = grid.map(|n| n as u32);
-        let (place, number) = self.place(instance, arch);
+        let (grid, target) = (grid.map(|n| n as u32), target.into());
+        let (place, number) = self.place(instance, target);
         let compiled = place.get_or_init(|| {
             self.compile_header()?;
-            let library = compile(self.sources.path(), *instance, arch, number);
+            let library = compile(self.sources.path(), *instance, target, number);
             library
                 .map(Mutex::new)
                 .map_err(|error| format!("{error:#}"))
@@ -189,9 +190,9 @@ fn compiled(compiler: &mut Command, to: &Path, what: &str) -> Result<()> {
     Ok(())
 }
 
-fn compile(sources: &Path, instance: Instance, arch: Arch, number: usize) -> Result<Library> {
+fn compile(sources: &Path, instance: Instance, target: Target, number: usize) -> Result<Library> {
     let library = sources.join(format!("kernel{number}.so"));
-    let options = instance.options(arch);
+    let options = instance.options(target);
     let mut compiler = compiler();
     compiler
         .arg("-shared")
@@ -199,7 +200,7 @@ fn compile(sources: &Path, instance: Instance, arch: Arch, number: usize) -> Res
         .arg(sources)
         .arg("-include")
         .arg(sources.join(HEADER))
-        .arg(match arch {
+        .arg(match target.arch {
             Arch::Sm90a => "-D__CUDA_ARCH__=900",
             Arch::Sm80 | Arch::Compute80 => "-D__CUDA_ARCH__=800",
         })
@@ -228,6 +229,7 @@ fn entry(instance: Instance) -> [String; 5] {
         Instance::MergeStates => "MergeStatesParams",
         Instance::MergeSpans { .. } => "MergeSpansParams",
         Instance::QueryBlocks => "QueryBlocksParams",
+        Instance::GridFunctions => "GridFunctionsParams",
         Instance::Check | Instance::Read => unreachable!("no test runs them"),
     };
     let decodes = matches!(instance, Instance::Decode { .. });
@@ -280,6 +282,7 @@ fn trials() -> Result<Vec<Trial>> {
     let mut all = append::trials(&kernels);
     all.extend(transfer::trials(&kernels));
     all.extend(query_blocks::trials(&kernels));
+    all.extend(grid_functions::trials(&kernels));
     all.extend(headers::trials(&kernels));
     let (count, seed) = (
         from_env("ATTN_STRESS", 6)?,

@@ -13,6 +13,7 @@ mod rotary;
 #[path = "../common/shards.rs"]
 mod shards;
 
+mod grid_functions;
 mod hostile;
 mod layers;
 mod native;
@@ -58,6 +59,7 @@ fn main() -> ExitCode {
     let arguments = Arguments::from_args();
     let mut trials = Trials::new("cuda", CudaBackend::open());
     trials = hostile::add(trials);
+    trials = grid_functions::add(trials);
     trials = native::add(trials);
     trials = ragged::add(trials);
     trials = layers::add(trials);

@@ -106,6 +106,7 @@ struct IntegerTiles : Warpgroup {
         bool full = rows.see_all(index * TILE);
         if (!full) each_hidden(index, [&](int i) { s[i] = MINUS_INFINITY; });
         float step[2], base[2], sum[2];
+        if (GRIDS_SCALES) grid_scales(params, full);
         enter_tile(s, w, step, base);
 #pragma unroll
         for (int i = 0; i < SUMS_OF_TILE; i++)
@@ -195,6 +196,18 @@ struct IntegerTiles : Warpgroup {
         sum[0] = c.x[0];
         sum[1] = c.x[2];
     }
+    // Whether V's scales come as they lie in a page: each warp then puts a tile's on the grid once, two in a lane.
+    static constexpr bool GRIDS_SCALES = Values::HAS_PARAMS && code_bits(Values::SCHEME) == 8;
+    METHOD void grid_scales(u32 params, bool exist) const {
+        u32 x = lds32(params + lane * 4);
+        float scale[2] = {grid_scale(half_float(x & 0xffff)), grid_scale(half_float(x >> 16))};
+        if (!exist)
+#pragma unroll
+            for (int e = 0; e < 2; e++) scale[e] = finite_scale(scale[e]);
+        __syncwarp();  // all lanes have read those of the tile before
+        sts64(scales + lane * 8, scale[0], scale[1]);
+        __syncwarp();
+    }
     // Products of weights with V's scales, the largest of each row, and the sums with V's shifts.
     METHOD void scale_weights(float (&s)[SUMS_OF_TILE], bool exist, u32 params, float (&largest)[2], float (&shifts)[2]) const {
         PairParams<Values::SCHEME> v = {params};
@@ -202,11 +215,16 @@ struct IntegerTiles : Warpgroup {
 #pragma unroll
         for (int j = 0; j < TILE / 8; j++) {
             float scale[2] = {1.0f, 1.0f}, shift[2];
-            v.read(8 * j + 2 * (lane % 4), scale, shift);
+            if constexpr (GRIDS_SCALES) {
+                uint2 x = lds64(scales + token_of(j, 0, lane) * 4);
+                scale[0] = bits_float(x.x);
+                scale[1] = bits_float(x.y);
+            } else {
+                v.read(token_of(j, 0, lane), scale, shift);
+            }
 #pragma unroll
             for (int e = 0; e < 2; e++) {
-                if (Values::HAS_PARAMS && !v.IS_4) scale[e] = grid_scale(scale[e]);
-                if (Values::HAS_PARAMS && !exist) scale[e] = finite_scale(scale[e]);
+                if (Values::HAS_PARAMS && !GRIDS_SCALES && !exist) scale[e] = finite_scale(scale[e]);
                 if (Values::HAS_SHIFTS && !exist) shift[e] = finite(shift[e]);
 #pragma unroll
                 for (int h = 0; h < THREAD_ROWS; h++) {

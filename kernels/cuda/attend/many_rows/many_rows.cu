@@ -93,7 +93,7 @@ extern "C" __global__ void __launch_bounds__(Config::THREADS, 1) attn_decode(con
     int warpgroup = warp / 4 - 1, team = warpgroup / Config::TEAM_WARPGROUPS, thread = threadIdx.x % 128;
     float4* states = (float4*)(p.partial_o + p.row_states_at);
     Attender self = {{{p, ring_of(team), unpacked_of(team), base + SharedMemory::QUERIES + warpgroup * QUERY_BYTES, base + SharedMemory::THRESHOLDS,
-                       base + SharedMemory::STATES + warpgroup * 64 * HEAD_DIM * 4 + thread * 16,
+                       base + SharedMemory::SCALES + (warp - 4) * TILE * 4, base + SharedMemory::STATES + warpgroup * 64 * HEAD_DIM * 4 + thread * 16,
                        states + (blockIdx.x * Config::WARPGROUPS + warpgroup) * (HEAD_DIM / 8) * 128 + thread, warpgroup, warp % 4, lane}}};
     // Teams whose rows are few have them in warps of different places: a place is a scheduler's.
     self.first_row = warpgroup % Config::TEAM_WARPGROUPS * Config::WARPGROUP_ROWS + (self.warp + 4 - 2 * team) % 4 * (Config::WARPGROUP_ROWS / 4);

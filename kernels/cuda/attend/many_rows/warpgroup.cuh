@@ -48,6 +48,7 @@ struct Warpgroup {
     UnpackedRing unpacked;
     u32 queries;              // shared addresses
     u32 thresholds;           // of integers
+    u32 scales;               // of integers: the warp's room for V's scales of a tile
     u32 state;                // of integers: the thread's elements of a span's state, 2048 bytes apart
     float4* row_state;        // in the workspace, 128 apart
     int warpgroup, warp, lane;  // `warp`: of the warpgroup
