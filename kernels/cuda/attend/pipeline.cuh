@@ -90,7 +90,7 @@ template <class Source> struct TileCopier {
     int tile, tile_end, step, stage_of_tile;
     u32 pages;  // page numbers of the next tiles, an entry of the page table to a lane
     int known;  // lanes of `pages` that are used up
-    u32 residual_pages;  // of the sequence's home pages from the first that is read with residuals on: that of page i in lane i mod 32
+    u32 residual_pages;  // an entry of their table to a lane, see `residual_lane`
     int appended;  // `first_appended_tile`, until the append has ended
     const RowMaps* maps;  // tensor maps of strided rows
     const u8* runs;  // of the sequence and KV head in the first page of the pool
@@ -98,12 +98,22 @@ template <class Source> struct TileCopier {
     METHOD void begin(const DecodeParams& p, int sequence, int kv_head, int first_residual_tile) {
         runs = p.k + kv_head * Run::BYTES;
         if (!WINDOW) return;
-        int page = lane;
-        if (p.residual_ring > 32) {
-            int first = max(first_residual_tile, 0) * TILE / PageTable::SAFE_ENTRY_TOKENS;
-            page = first + (lane - first & 31);
+        int page = lane < FEW_SLOTS ? FEW_SLOTS + lane : lane % FIRST_RESIDUAL_PAGES;
+        if (p.residual_ring > FEW_SLOTS) {
+            int first = first_windowed_page(first_residual_tile), ahead = lane - first & 31, windowed = 32 - FIRST_RESIDUAL_PAGES;
+            page = ahead < windowed ? first + ahead : ahead - windowed;
         }
-        residual_pages = p.residual_pages[(u64)sequence * p.residual_ring + (page & p.residual_ring - 1)];
+        residual_pages = p.residual_pages[residual_slot(p.residual_ring, sequence, page)];
+    }
+    // The lane that has the residual page of home page `index`. The lower half has a ring of up to 16 slots, whatever the sequence's length is, and
+    // the upper half the first pages. Of a larger ring the lanes have the pages from the first that is read by a window on, as many as a query block
+    // reads, that of page i in lane i mod 32; and those lanes the first pages that come last then.
+    static constexpr int FEW_SLOTS = 16;
+    DEVICE int first_windowed_page(int first_residual_tile) { return max(first_residual_tile, 0) * TILE / PageTable::SAFE_ENTRY_TOKENS; }
+    METHOD int residual_lane(const DecodeParams& p, int index) const {
+        bool few = p.residual_ring <= FEW_SLOTS;
+        if (index >= FIRST_RESIDUAL_PAGES) return index & (few ? FEW_SLOTS - 1 : 31);
+        return index + (few ? FEW_SLOTS : first_windowed_page(source.first_residual_tile(p)) - FIRST_RESIDUAL_PAGES) & 31;
     }
     METHOD const u32* table(const DecodeParams& p) const { return p.page_table + (u64)source.sequence() * p.page_table_stride; }
     // Reads the page table 32 entries at a time, one stage before the first is needed. Past the last page an entry repeats it: its
@@ -113,7 +123,7 @@ template <class Source> struct TileCopier {
             known = 0;
             if (tile < 0) return;
             pages = table(p)[entry()];
-            if (Config::MAY_BE_DEQUANTIZED && entry() >= source.first_residual_tile(p)) pages += p.fine_pages;
+            if (Config::MAY_BE_DEQUANTIZED && p.fine_window > 0 && (entry() == 0 || entry() >= source.first_residual_tile(p))) pages += p.fine_pages;
         }
     }
     // The lane's.
@@ -134,7 +144,7 @@ template <class Source> struct TileCopier {
             if (!__all_sync(~0u, (u32)(at - first) < 32)) pages = table(p)[at];
         }
     }
-    METHOD bool has_residuals(const DecodeParams& p) const { return WINDOW && tile >= source.first_residual_tile(p); }
+    METHOD bool has_residuals(const DecodeParams& p) const { return attn::has_residuals(p, source.sequence(), tile, source.first_residual_tile(p)); }
     // Copies the next stage of the current tile; true if the next call begins a new tile.
     METHOD bool copy_next(const DecodeParams& p) {
         if (PAGE != 0 && tile >= appended) {
@@ -199,21 +209,21 @@ template <class Source> struct TileCopier {
 #endif
         }
     }
-    // Fetches the residuals of tiles before `end` into L2: they are the last to be read, and few stages hide their way from memory.
+    // Fetches the residuals that windows have in tiles before `end` into L2: they are the last to be read, and few stages hide their way from memory.
     METHOD void prefetch_residuals(const DecodeParams& p, int end) const {
 #if ATTN_BULK
         if (!WINDOW) return;
         int ahead = max(tile, source.first_residual_tile(p)) + lane / PageTable::ENTRIES;
         int index = min(PAGE > TILE ? ahead / PageTable::TILES : ahead * PageTable::ENTRIES + lane % PageTable::ENTRIES,
                         (source.kv_len() - 1) / PageTable::SAFE_ENTRY_TOKENS);
-        u32 page = __shfl_sync(~0u, residual_pages, index & 31);
+        u32 page = __shfl_sync(~0u, residual_pages, residual_lane(p, index));
         if (ahead < end) prefetch_bulk(run(p, page), Keys::residuals(PAGE) + Values::residuals(PAGE));
 #endif
     }
     // The residual page of the tile's entry n; past the last page it is the last one's.
     METHOD u32 residual_page(const DecodeParams& p, int n) const {
         int index = min(PAGE > TILE ? tile / PageTable::TILES : tile * PageTable::ENTRIES + n, (source.kv_len() - 1) / PageTable::SAFE_ENTRY_TOKENS);
-        return __shfl_sync(~0u, residual_pages, index & 31);
+        return __shfl_sync(~0u, residual_pages, residual_lane(p, index));
     }
     // K, V, or both of a tile; they lie together, in the page as in the stage.
     METHOD void copy_blocks(const DecodeParams& p, const u32 (&indices)[PageTable::ENTRIES], bool has_k, bool has_v) {

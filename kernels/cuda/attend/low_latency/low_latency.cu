@@ -146,7 +146,7 @@ struct Warp {
     }
     // Folds a tile into the segment's state.
     METHOD void tile(int index, State& state) {
-        bool residuals = WINDOW && index >= first_residual_tile_of(p, p.q_len, work.kv_len);
+        bool residuals = has_residuals(p, work.b, index, first_residual_tile_of(p, p.q_len, work.kv_len));
         attend_tile(p, {index, work.b, work.kv_head, work.kv_len, residuals}, item, ring, team, *this, state);
     }
     // Stages stay until both products are done.

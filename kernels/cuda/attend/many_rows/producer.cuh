@@ -140,7 +140,6 @@ struct Unpacker {
         for (; free > 0; free--)
             if (!issuer.issue() && Config::WHOLE_ITEMS) return;
     }
-    DEVICE bool has_residuals(const WorkRange& range, int index) { return WINDOW && index >= range.first_residual_tile; }
     // The tile that comes next in the ring of stages.
     METHOD StagedTile wait_tile(bool residuals) const {
         Ring next = ring;
@@ -157,7 +156,7 @@ struct Unpacker {
 
     // To bytes: K, its residuals, V, its residuals.
     METHOD void unpack_bytes(const WorkRange& range, int index) {
-        bool residuals = has_residuals(range, index);
+        bool residuals = range.has_residuals(issuer.p, index);
         StagedTile at = wait_tile(residuals);
         auto publish = [&](auto write) {
             write(unpacked.wait_empty());
