@@ -30,6 +30,44 @@ pub(super) fn chosen() -> Vec<Case> {
         all.push(rows);
     }
     all.extend(many_rows());
+    all.extend(far_first_tiles());
+    all
+}
+
+/// Shapes whose rows read the first tile with residuals, and tiles behind it without: by every kernel, in pages that hold a part of it, all of it, and more, and by rings
+/// of residual pages that the lanes of a warp hold, and larger ones.
+fn far_first_tiles() -> Vec<Case> {
+    let shapes = [
+        ("int4", 16, [3, 1], 128, &[700, 330, 40][..], &[1, 1, 1][..]),
+        ("int8/int4", 16, [4, 1], 64, &[450, 200], &[3, 2]),
+        ("int4-w4", 16, [4, 1], 64, &[650, 400], &[1, 1]),
+        ("int4", 32, [8, 1], 64, &[520], &[2]),
+        ("int4", 64, [4, 1], 64, &[1300, 260], &[1, 1]),
+        ("int4-r2", 128, [4, 1], 128, &[600, 300], &[1, 1]),
+        ("int8/int4", 256, [4, 1], 64, &[900, 257], &[1, 1]),
+        // Query blocks, the first of which stand in the tiles behind the first; on an H100 and an A100 by many rows, too.
+        ("int4", 16, [4, 1], 64, &[450], &[200]),
+        ("int4-w4", 16, [2, 1], 64, &[700], &[130]),
+        ("int4", 64, [4, 2], 64, &[400, 66], &[90, 66]),
+        ("int4/int8", 128, [4, 1], 64, &[470, 300], &[70, 9]),
+    ];
+    let mut all: Vec<Case> = shapes
+        .into_iter()
+        .map(|(format, page_size, heads, dim, kv_lens, q_lens)| {
+            let format = format.parse().expect("a format's name");
+            let mut case = Case::new(heads, dim, kv_lens, format);
+            case.problem.q_lens = q_lens.to_vec();
+            (case.build, case.page_size) = (Build::AtOnce, page_size);
+            case
+        })
+        .collect();
+    let mut not_causal = all[4].clone();
+    not_causal.problem.scores.causal = false;
+    not_causal.problem.q_lens = vec![3, 1];
+    all.push(not_causal);
+    for (i, case) in all.iter_mut().enumerate() {
+        case.seed = i as u64;
+    }
     all
 }
 
