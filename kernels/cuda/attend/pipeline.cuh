@@ -82,7 +82,7 @@ DEVICE int first_appended_tile(const DecodeParams& p, int kv_len) {
 }
 
 // Copies a run of tiles, first tile, first tile + step, …, one stage after the other, of the sequence and KV head that `Source` gives:
-// sequence(), kv_len(), kv_head(), first_residual_tile(p).
+// sequence(), kv_len(), kv_head(), first_residual_tile(p), is_first(tile): whether the tile is the first of the whole sequence.
 template <class Source> struct TileCopier {
     Source source;
     Ring ring;
@@ -144,7 +144,7 @@ template <class Source> struct TileCopier {
             if (!__all_sync(~0u, (u32)(at - first) < 32)) pages = table(p)[at];
         }
     }
-    METHOD bool has_residuals(const DecodeParams& p) const { return attn::has_residuals(p, source.sequence(), tile, source.first_residual_tile(p)); }
+    METHOD bool has_residuals(const DecodeParams& p) const { return WINDOW && (tile >= source.first_residual_tile(p) || source.is_first(tile)); }
     // Copies the next stage of the current tile; true if the next call begins a new tile.
     METHOD bool copy_next(const DecodeParams& p) {
         if (PAGE != 0 && tile >= appended) {

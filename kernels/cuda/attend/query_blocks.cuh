@@ -31,10 +31,6 @@ DEVICE int last_position(const DecodeParams& p, const QueryBlock& block, int kv_
 
 // Whether a sequence's first tile, which all rows read with residuals, is here and in no shard ahead.
 DEVICE bool has_first_tile(const DecodeParams& p, int sequence) { return !Config::LEAVES_SPANS || !p.tokens_before || p.tokens_before[sequence] == 0; }
-// Whether some rows read a tile with residuals; `first_windowed`: the first tile that they read so by their windows.
-DEVICE bool has_residuals(const DecodeParams& p, int sequence, int tile, int first_windowed) {
-    return WINDOW && (tile >= first_windowed || (tile == 0 && has_first_tile(p, sequence)));
-}
 // The first tile that some of these rows read with residuals by their windows: by that of the first query token, which is the longest.
 DEVICE int first_residual_tile_of(const DecodeParams& p, int tokens, int kv_len) {
     int window = Config::MAY_BE_DEQUANTIZED ? p.fine_window : WINDOW;

@@ -314,7 +314,7 @@ struct IntegerTiles : Warpgroup {
 
     // Folds a tile into the segment's state.
     METHOD void tile(const WorkRange& range, int index) {
-        bool residuals = range.has_residuals(p, index);
+        bool residuals = range.has_residuals(index);
         Place at = wait_keys_or_values(true, Keys::WINDOW && residuals);
         int sums[SUMS_OF_TILE];
         multiply_keys(at, index, sums);
@@ -344,7 +344,7 @@ struct IntegerTiles : Warpgroup {
 
     // Waits for a tile's stages and passes them on.
     METHOD void pass_tile(const WorkRange& range, int index) {
-        bool residuals = range.has_residuals(p, index);
+        bool residuals = range.has_residuals(index);
         wait_keys_or_values(true, Keys::WINDOW && residuals);
         release_keys_or_values(true, Keys::WINDOW && residuals);
         wait_keys_or_values(false, Values::WINDOW && residuals);

@@ -13,6 +13,7 @@ struct RangeSource {
     METHOD int sequence() const { return range.sequence; }
     METHOD int kv_len() const { return range.kv_len; }
     METHOD int kv_head() const { return range.kv_head; }
+    METHOD bool is_first(int tile) const { return tile == 0; }
     METHOD int first_residual_tile(const DecodeParams&) const { return range.first_residual_tile; }
 };
 
@@ -156,7 +157,7 @@ struct Unpacker {
 
     // To bytes: K, its residuals, V, its residuals.
     METHOD void unpack_bytes(const WorkRange& range, int index) {
-        bool residuals = range.has_residuals(issuer.p, index);
+        bool residuals = range.has_residuals(index);
         StagedTile at = wait_tile(residuals);
         auto publish = [&](auto write) {
             write(unpacked.wait_empty());

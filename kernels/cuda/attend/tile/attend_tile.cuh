@@ -6,13 +6,11 @@
 
 namespace attn {
 
-// Which tile: its number in the sequence, of which `kv_len` tokens are seen, and whether some row reads it with residuals.
+// Which tile: its number in the sequence, of which `kv_len` tokens are seen; whether some row reads it with residuals, and whether all do, as it is the first.
 struct TileOf {
     int index, sequence, kv_head, kv_len;
-    bool residuals;
+    bool residuals, is_first;
 };
-
-constexpr int EVERY_TILE = 1 << 20;  // more than a sequence has
 
 // Folds a tile into the segment's state. Its stages come next in the ring. `reader.keys_are_read` and `reader.values_are_read` are called as soon as the
 // warp has read those of K and of V; the first one says where the ring goes on.
@@ -20,14 +18,12 @@ template <class Team, class Reader>
 DEVICE void attend_tile(const DecodeParams& p, const TileOf& tile, const ItemRows& item, const Ring& ring, const Team& team, Reader& reader, StateOf<Team>& state) {
     const Rows& rows = item.rows;
     int t0 = tile.index * TILE, first = t0 + team.token() + team.lane / 4;
-    // A side with a window of n tiles is read with residuals by rows whose own tile comes before `fine_before + n`.
-    int fine_before = WINDOW && tile.index == 0 && has_first_tile(p, tile.sequence) ? EVERY_TILE : tile.index;
     float s[ROW_GROUPS][Team::SCORES];
     Ring next = ring;
     StagedTile at;
     wait_keys(next, tile.residuals, at);
     SideParams<Keys::SCHEME, RowScales> k = {at.k.at + Stage::K_CODES, Stage::K_STRIDE, {p.k_scales, p.k_scale_strides, tile.sequence, tile.kv_head, t0}};
-    tile_scores(at, k, item.q, team, [&](int g, int e) { return rows.tile[g][e] < fine_before + Keys::WINDOW; }, s);
+    tile_scores(at, k, item.q, team, [&](int g, int e) { return tile.is_first || rows.tile[g][e] < tile.index + Keys::WINDOW; }, s);
     next = reader.keys_are_read(next, tile.residuals);
     if constexpr (HAS_SCORE_MODS) apply_score_mods(p, item, first, s);
     bool full = rows.see_all(t0);
@@ -42,7 +38,7 @@ DEVICE void attend_tile(const DecodeParams& p, const TileOf& tile, const ItemRow
     auto weights = team.shared_weights(s);
     Rescale r = enter_tile(state, exponents);
     SideParams<Values::SCHEME, RowScales> v = {at.v.at + Stage::V_CODES, Stage::V_STRIDE, {p.v_scales, p.v_scale_strides, tile.sequence, tile.kv_head, t0}};
-    auto is_fine = [&](int g, int e) { return rows.tile[g][e] < fine_before + Values::WINDOW; };
+    auto is_fine = [&](int g, int e) { return tile.is_first || rows.tile[g][e] < tile.index + Values::WINDOW; };
     tile_values(at, v, full, min(TILE, tile.kv_len - t0), weights, r, team, is_fine, state);
     reader.values_are_read(tile.residuals);
 }
