@@ -98,22 +98,26 @@ template <class Source> struct TileCopier {
     METHOD void begin(const DecodeParams& p, int sequence, int kv_head, int first_residual_tile) {
         runs = p.k + kv_head * Run::BYTES;
         if (!WINDOW) return;
-        int page = lane < FEW_SLOTS ? FEW_SLOTS + lane : lane % FIRST_RESIDUAL_PAGES;
-        if (p.residual_ring > FEW_SLOTS) {
-            int first = first_windowed_page(first_residual_tile), ahead = lane - first & 31, windowed = 32 - FIRST_RESIDUAL_PAGES;
+        int page = lane, first = max(first_residual_tile, 0) * TILE / PageTable::SAFE_ENTRY_TOKENS;
+        if (BY_HALVES) {
+            // A ring that fits is known without the sequence's length.
+            if (lane >= 16 && p.residual_ring > 16) page = first + (lane - first & 15);
+        } else {
+            int ahead = lane - first & 31, windowed = 32 - FIRST_RESIDUAL_PAGES;
             page = ahead < windowed ? first + ahead : ahead - windowed;
         }
         residual_pages = p.residual_pages[residual_slot(p.residual_ring, sequence, page)];
     }
-    // The lane that has the residual page of home page `index`. The lower half has a ring of up to 16 slots, whatever the sequence's length is, and
-    // the upper half the first pages. Of a larger ring the lanes have the pages from the first that is read by a window on, as many as a query block
-    // reads, that of page i in lane i mod 32; and those lanes the first pages that come last then.
-    static constexpr int FEW_SLOTS = 16;
-    DEVICE int first_windowed_page(int first_residual_tile) { return max(first_residual_tile, 0) * TILE / PageTable::SAFE_ENTRY_TOKENS; }
+    // Whether the lower half of the lanes is for the first pages, and the upper half has room for those that the windows of a query block's rows read:
+    // the tiles of 128 query tokens, and those before them. Else the first pages are in the lanes that those leave.
+    static constexpr bool BY_HALVES = (WINDOW + 2) * PageTable::ENTRIES <= 16;
+    static_assert((WINDOW + 2) * PageTable::ENTRIES + FIRST_RESIDUAL_PAGES <= 32, "a lane has one page");
+    // The lane that has the residual page of home page `index`: page i of those that windows read in lane i mod 32, or i mod 16 of the upper half.
     METHOD int residual_lane(const DecodeParams& p, int index) const {
-        bool few = p.residual_ring <= FEW_SLOTS;
-        if (index >= FIRST_RESIDUAL_PAGES) return index & (few ? FEW_SLOTS - 1 : 31);
-        return index + (few ? FEW_SLOTS : first_windowed_page(source.first_residual_tile(p)) - FIRST_RESIDUAL_PAGES) & 31;
+        bool is_first = index < FIRST_RESIDUAL_PAGES;
+        if (BY_HALVES) return is_first ? index : (index | 16) & 31;
+        int first = max(source.first_residual_tile(p), 0) * TILE / PageTable::SAFE_ENTRY_TOKENS;
+        return (is_first ? first - FIRST_RESIDUAL_PAGES + index : index) & 31;
     }
     METHOD const u32* table(const DecodeParams& p) const { return p.page_table + (u64)source.sequence() * p.page_table_stride; }
     // Reads the page table 32 entries at a time, one stage before the first is needed. Past the last page an entry repeats it: its
