@@ -82,7 +82,7 @@ DEVICE int first_appended_tile(const DecodeParams& p, int kv_len) {
 }
 
 // Copies a run of tiles, first tile, first tile + step, …, one stage after the other, of the sequence and KV head that `Source` gives:
-// sequence(), kv_len(), kv_head(), first_residual_tile(p), is_first(tile): whether the tile is the first of the whole sequence.
+// sequence(), kv_len(), kv_head(), first_residual_tile(p), has_first(): whether the first tile is that of the whole sequence.
 template <class Source> struct TileCopier {
     Source source;
     Ring ring;
@@ -98,7 +98,7 @@ template <class Source> struct TileCopier {
     METHOD void begin(const DecodeParams& p, int sequence, int kv_head, int first_residual_tile) {
         runs = p.k + kv_head * Run::BYTES;
         if (!WINDOW) return;
-        int page = lane, first = max(first_residual_tile, 0) * TILE / PageTable::SAFE_ENTRY_TOKENS;
+        int page = lane, first = first_residual_tile * TILE / PageTable::SAFE_ENTRY_TOKENS;
         if (BY_HALVES) {
             // A ring that fits is known without the sequence's length.
             if (lane >= 16 && p.residual_ring > 16) page = first + (lane - first & 15);
@@ -116,7 +116,7 @@ template <class Source> struct TileCopier {
     METHOD int residual_lane(const DecodeParams& p, int index) const {
         bool is_first = index < FIRST_RESIDUAL_PAGES;
         if (BY_HALVES) return is_first ? index : (index | 16) & 31;
-        int first = max(source.first_residual_tile(p), 0) * TILE / PageTable::SAFE_ENTRY_TOKENS;
+        int first = source.first_residual_tile(p) * TILE / PageTable::SAFE_ENTRY_TOKENS;
         return (is_first ? first - FIRST_RESIDUAL_PAGES + index : index) & 31;
     }
     METHOD const u32* table(const DecodeParams& p) const { return p.page_table + (u64)source.sequence() * p.page_table_stride; }
@@ -148,7 +148,7 @@ template <class Source> struct TileCopier {
             if (!__all_sync(~0u, (u32)(at - first) < 32)) pages = table(p)[at];
         }
     }
-    METHOD bool has_residuals(const DecodeParams& p) const { return WINDOW && (tile >= source.first_residual_tile(p) || source.is_first(tile)); }
+    METHOD bool has_residuals(const DecodeParams& p) const { return attn::has_residuals(tile, source.first_residual_tile(p), source.has_first()); }
     // Copies the next stage of the current tile; true if the next call begins a new tile.
     METHOD bool copy_next(const DecodeParams& p) {
         if (PAGE != 0 && tile >= appended) {

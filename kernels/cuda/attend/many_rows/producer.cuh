@@ -13,7 +13,7 @@ struct RangeSource {
     METHOD int sequence() const { return range.sequence; }
     METHOD int kv_len() const { return range.kv_len; }
     METHOD int kv_head() const { return range.kv_head; }
-    METHOD bool is_first(int tile) const { return tile == 0; }
+    METHOD bool has_first() const { return true; }
     METHOD int first_residual_tile(const DecodeParams&) const { return range.first_residual_tile; }
 };
 

@@ -13,7 +13,7 @@ struct CursorSource {
     METHOD int sequence() const { return cursor->work.sequence; }
     METHOD int kv_len() const { return cursor->work.kv_len; }
     METHOD int first_residual_tile(const DecodeParams&) const { return cursor->work.first_residual_tile; }
-    METHOD bool is_first(int tile) const { return cursor->work.is_first(tile); }
+    METHOD bool has_first() const { return cursor->work.has_first_tile(); }
     METHOD int kv_head() const { return cursor->work.kv_head(team); }
 };
 struct Producer : TileCopier<CursorSource> {
