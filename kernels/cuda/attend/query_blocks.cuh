@@ -39,7 +39,7 @@ DEVICE int first_residual_tile_of(const DecodeParams& p, int tokens, int kv_len)
 DEVICE int first_residual_tile_of(const DecodeParams& p, const QueryBlock& block, int kv_len) {
     if (!Config::LEAVES_SPANS) return first_residual_tile_of(p, block.tokens, kv_len);
     int first = max(p.causal ? first_position(p, block, kv_len) : last_position(p, block, kv_len), 0) / TILE - WINDOW + 1;
-    return WINDOW == 0 ? 0x7fffffff : max(first, has_first_tile(p, block.sequence));
+    return WINDOW == 0 ? 0x7fffffff : max(first, has_first_tile(p, block.sequence) ? 1 : 0);
 }
 // Whether some rows read a tile with residuals; `behind`: see `first_residual_tile_of`. Without wrapping, two comparisons would take registers that kernels lack.
 DEVICE bool has_residuals(int tile, int behind, bool has_first) { return WINDOW && (u32)(tile - has_first) >= (u32)(behind - has_first); }
