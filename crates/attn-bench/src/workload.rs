@@ -126,7 +126,7 @@ impl Workload {
         problem
     }
 
-    /// Bytes of residuals that a decode step reads: those of the tiles that its rows read fine, up to the end of the last page.
+    /// Bytes of residuals that a decode step reads: those of the tiles that its rows read fine, the first one among them, up to the end of the last page.
     pub fn residual_bytes(&self) -> usize {
         let problem = &self.problem;
         let side = |scheme: Scheme| {
@@ -136,7 +136,8 @@ impl Workload {
                 let rows = if problem.scores.causal { *q_len } else { 1 };
                 let own_tile = len.saturating_sub(rows) / TILE;
                 let first = (own_tile + 1).saturating_sub(window) * TILE;
-                len.next_multiple_of(self.page_size).saturating_sub(first)
+                let windows = len.next_multiple_of(self.page_size).saturating_sub(first);
+                windows + first.min(TILE)
             };
             let lens = problem.kv_lens.iter().zip(&problem.q_lens);
             let kept = lens.map(tokens).sum::<usize>();
@@ -294,16 +295,16 @@ mod tests {
         // An append reads 16-bit K and V and writes a token's share of a page.
         let append = workload("append/append/int8");
         assert_eq!(append.bytes(), 256 * 8 * (2 * 128 * 2 + 2 * 130));
-        // Four bits more for each new element, and for those of the last 65 to 128 tokens of each sequence.
+        // Four bits more for each new element, and for those of the first 64 and the last 65 to 128 tokens of each sequence.
         let append = workload("append/append/int4");
         assert_eq!(append.bytes(), 256 * 8 * (2 * 128 * 2 + 2 * 66 + 2 * 64));
         let decode = workload("context/8-2-ctx4096/int8");
         assert_eq!(decode.residual_bytes(), 0);
         let decode = workload("single/32-8-ctx8192/int4");
-        assert_eq!(decode.residual_bytes(), 128 * 8 * 128);
-        assert_eq!(decode.bytes(), 8192 * 8 * 2 * 66 + 128 * 8 * 128);
+        assert_eq!(decode.residual_bytes(), 192 * 8 * 128);
+        assert_eq!(decode.bytes(), 8192 * 8 * 2 * 66 + 192 * 8 * 128);
         let decode = workload("single/32-8-ctx8192/int8/int4");
-        assert_eq!(decode.residual_bytes(), 128 * 8 * 64);
+        assert_eq!(decode.residual_bytes(), 192 * 8 * 64);
         let both = workload("append/append-then-decode/int8");
         assert_eq!(both.bytes(), both.cache_bytes() + append.bytes());
     }

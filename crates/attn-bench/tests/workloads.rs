@@ -137,17 +137,17 @@ fn bytes_of_a_contiguous_cache_are_those_of_its_tokens() {
 }
 
 #[test]
-fn residuals_are_read_in_the_tiles_of_the_window() {
+fn residuals_are_read_in_the_first_tile_and_in_those_of_the_window() {
     for (format, q_len, causal, tokens) in [
         ("int8", 1, true, [0, 0]),
         ("int4-w0", 1, true, [0, 0]),
-        // 70 tokens are one tile and a part of another, in two pages of 64; 3 tokens are one page; 257 are five pages.
-        ("int4", 1, true, [128 + 64 + 128; 2]),
-        ("int4-w4/int8", 1, true, [128 + 64 + 256, 0]),
-        ("int8-plain/int4-r2", 1, true, [0, 128 + 64 + 128]),
+        // 70 tokens are one tile and a part of another, in two pages of 64; 3 tokens are one page; 257 are five pages, of which the first is read, too.
+        ("int4", 1, true, [128 + 64 + 192; 2]),
+        ("int4-w4/int8", 1, true, [128 + 64 + 320, 0]),
+        ("int8-plain/int4-r2", 1, true, [0, 128 + 64 + 192]),
         // The first of two rows stands in the tile before, at token 255, and reads a tile more.
-        ("int4", 2, true, [128 + 64 + 192; 2]),
-        ("int4", 2, false, [128 + 64 + 128; 2]),
+        ("int4", 2, true, [128 + 64 + 256; 2]),
+        ("int4", 2, false, [128 + 64 + 192; 2]),
     ] {
         let mut workload = contiguous(format, CacheLayout::Pages);
         workload.problem.kv_lens = vec![70, 3, 257];

@@ -60,7 +60,7 @@ struct shard {
     attn_plan *plan;
     attn_pages pages;
     attn_buffers buffers;
-    int *lengths, *after; /* On the device: tokens here, and those that follow in other shards. */
+    int *lengths, *before, *after; /* On the device: tokens here, those in shards ahead, and those that follow in others. */
     int64_t *slots;
 };
 
@@ -75,6 +75,9 @@ static struct shard shard_of(attn_device *gpu, size_t first, size_t room, attn_p
     check(attn_plan_get_info(s.plan, &info));
     expect(info.spans == (shape.spans ? room / SPAN : 0), "spans of a plan");
     s.lengths = on_gpu(BATCH * sizeof *s.lengths, NULL);
+    int before[BATCH];
+    for (int b = 0; b < BATCH; b++) before[b] = (int)first;
+    s.before = on_gpu(sizeof before, before);
     s.after = on_gpu(BATCH * sizeof *s.after, NULL);
     s.slots = on_gpu(LONGEST * sizeof *s.slots, NULL);
     s.pages = (attn_pages){.struct_size = sizeof s.pages,
@@ -168,7 +171,11 @@ int main(void) {
         cuda(cudaMemset(o, 0xff, o_bytes));
         for (int i = 0; i < SHARDS; i++) {
             const struct shard *s = &shards[i];
-            attn_spans spans = {.struct_size = sizeof spans, .tokens_after = s->after, .max_sums = max_sums + i * SPANS * ROWS * 2, .o = o + i * SPANS * ROWS * DIM};
+            attn_spans spans = {.struct_size = sizeof spans,
+                                .tokens_before = s->before,
+                                .tokens_after = s->after,
+                                .max_sums = max_sums + i * SPANS * ROWS * 2,
+                                .o = o + i * SPANS * ROWS * DIM};
             append(s, &tokens, places, count, lens);
             check(attn_plan_attend_spans(s->plan, &s->pages, &rows, &s->buffers, &spans, NULL));
         }

@@ -12,7 +12,7 @@
 #include <stdint.h>
 
 // Version of this interface's types and functions. A program and the library that it runs with have the same.
-#define ATTN_ABI_VERSION 2
+#define ATTN_ABI_VERSION 3
 
 // attn_cache_stats.saturated of a cache whose numbers are not counted: rows in device memory were appended to it.
 #define ATTN_NOT_COUNTED UINT64_MAX
@@ -308,6 +308,8 @@ typedef struct attn_plan_info {
   size_t query_block_bytes;
   // Entries of a sequence in attn_pages.residual_pages; 0 for formats without.
   size_t residual_slots;
+  // Of these, the entries in front: a sequence keeps the residual pages of so many first pages for good. 0 for formats without.
+  size_t first_residual_pages;
   // States that attn_plan_attend_spans leaves of each row: those of the spans of max_tokens. 0 for other plans.
   size_t spans;
 } attn_plan_info;
@@ -324,8 +326,8 @@ typedef struct attn_pages {
   const int32_t *page_table;
   // Entries of a sequence in page_table: at least max_tokens / page_size, rounded up.
   size_t page_table_stride;
-  // int32 [count][residual_slots] for formats that keep the newest tokens finer: the residual page of a sequence's page i at i %
-  // residual_slots. Else NULL.
+  // int32 [count][residual_slots] for formats that keep some tokens finer: the residual page of a sequence's page i at i below first =
+  // first_residual_pages, else at first + i % (residual_slots - first). Else NULL.
   const int32_t *residual_pages;
   // int32 [count]: the tokens of each sequence, new ones included.
   const int32_t *kv_lens;
@@ -343,6 +345,8 @@ typedef struct attn_pages {
 typedef struct attn_spans {
   // sizeof(attn_spans).
   size_t struct_size;
+  // int32 [count]: tokens that lie in shards ahead of those of attn_pages.kv_lens, multiples of 1024. NULL: the shard is each sequence's first.
+  const int32_t *tokens_before;
   // int32 [count]: tokens that follow those of attn_pages.kv_lens in other shards; query tokens are the last of all. NULL: none follow.
   const int32_t *tokens_after;
   // float [spans][rows][2]: maximum, -inf where a row sees no token of a span, and sum.
@@ -381,7 +385,7 @@ typedef struct attn_transfer_config {
   size_t head_dim;
   // Tokens per page; 0: 64.
   size_t page_size;
-  // Formats that keep the newest tokens finer: the most query tokens of a step, as for the plan whose pages these are; 0: 1.
+  // Formats that keep some tokens finer: the most query tokens of a step, as for the plan whose pages these are; 0: 1.
   size_t max_q_len;
 } attn_transfer_config;
 
@@ -722,8 +726,8 @@ enum attn_status attn_plan_step(const struct attn_plan *plan,
                                 void *stream);
 
 // Appends tokens that bring their places: enqueues the writes on stream. slots, int64 [count] in device memory: page·page_size + token of the
-// page; tokens with a negative slot are skipped. residual_pages, int32 [count] in device memory for formats that keep the newest tokens finer:
-// the residual page of the token's page, or -1 if that has none; else NULL. Of pages, the pool and the scales are read. With tokens->rotary, K is
+// page; tokens with a negative slot are skipped. residual_pages, int32 [count] in device memory for formats that keep some tokens finer:
+// the residual page of the token's page, or -1 if that has none, as it is neither one of the first nor of the last pages of its sequence; else NULL. Of pages, the pool and the scales are read. With tokens->rotary, K is
 // rotated by its positions before it is stored, and the queries of the same tokens beside it; the plan was created with attn_plan_config.rotary then.
 //
 // Needs: Everything that attn_plan_attend needs; on the device, slots are in the pool, no two are the same, and their pages belong to one sequence each; K and V are finite, and
@@ -776,7 +780,7 @@ enum attn_status attn_transfer_create(const struct attn_device *device,
 void attn_transfer_destroy(struct attn_transfer *transfer);
 
 // Writes ranges of cached tokens as rows of numbers, as they were before they were quantized, to the format's precision: enqueues the work on stream,
-// as attn_plan_attend. pages->kv_lens are the cached tokens; the newest are read as a query of the last token would.
+// as attn_plan_attend. pages->kv_lens are the cached tokens; they are read as a query of the last one would.
 //
 // Needs: Everything that attn_plan_attend needs for pages; ranges are cached, row_starts do not fall, and k and v have room for their rows and lie apart from all else.
 enum attn_status attn_transfer_export(const struct attn_transfer *transfer,

@@ -30,8 +30,8 @@ pub struct Pages {
     pub page_table: *const i32,
     /// Entries of a sequence in page_table: at least max_tokens / page_size, rounded up.
     pub page_table_stride: usize,
-    /// int32 `[count][residual_slots]` for formats that keep the newest tokens finer: the residual page of a sequence's page i at i %
-    /// residual_slots. Else NULL.
+    /// int32 `[count][residual_slots]` for formats that keep some tokens finer: the residual page of a sequence's page i at i below first =
+    /// first_residual_pages, else at first + i % (residual_slots - first). Else NULL.
     pub residual_pages: *const i32,
     /// int32 `[count]`: the tokens of each sequence, new ones included.
     pub kv_lens: *const i32,
@@ -95,6 +95,8 @@ pub struct Buffers {
 pub struct Spans {
     /// sizeof(attn_spans).
     pub struct_size: usize,
+    /// int32 `[count]`: tokens that lie in shards ahead of those of attn_pages.kv_lens, multiples of 1024. NULL: the shard is each sequence's first.
+    pub tokens_before: *const i32,
     /// int32 `[count]`: tokens that follow those of attn_pages.kv_lens in other shards; query tokens are the last of all. NULL: none follow.
     pub tokens_after: *const i32,
     /// float `[spans][rows][2]`: maximum, -inf where a row sees no token of a span, and sum.
@@ -107,6 +109,7 @@ impl Spans {
     /// As the launch takes them.
     pub(crate) fn args(&self) -> Result<SpansArgs, Failure> {
         Ok(SpansArgs {
+            tokens_before: address(self.tokens_before),
             tokens_after: address(self.tokens_after),
             max_sums: given("max_sums", self.max_sums)?,
             o: given("o", self.o)?,
@@ -470,6 +473,7 @@ mod tests {
         every_field_matters(merge, none, |merge| merge.args(&layout));
         let spans = Spans {
             struct_size: 0,
+            tokens_before: AT.cast(),
             tokens_after: AT.cast(),
             max_sums: AT.cast(),
             o: AT.cast(),

@@ -76,6 +76,8 @@ pub struct PlanInfo {
     pub query_block_bytes: usize,
     /// Entries of a sequence in attn_pages.residual_pages; 0 for formats without.
     pub residual_slots: usize,
+    /// Of these, the entries in front: a sequence keeps the residual pages of so many first pages for good. 0 for formats without.
+    pub first_residual_pages: usize,
     /// States that attn_plan_attend_spans leaves of each row: those of the spans of max_tokens. 0 for other plans.
     pub spans: usize,
 }
@@ -220,6 +222,10 @@ pub unsafe extern "C" fn attn_plan_get_info(plan: *const Plan, info: *mut PlanIn
             zeroed_bytes: plan.plan.zeroed_bytes(),
             query_block_bytes: plan.plan.query_blocks_bytes(),
             residual_slots: plan.residual_slots(),
+            first_residual_pages: plan
+                .layout
+                .format()
+                .first_residual_pages(plan.layout.page_size()),
             spans: match plan.leaves_spans {
                 true => plan.plan.spans(),
                 false => 0,

@@ -34,7 +34,7 @@ pub struct TransferConfig {
     pub head_dim: usize,
     /// Tokens per page; 0: 64.
     pub page_size: usize,
-    /// Formats that keep the newest tokens finer: the most query tokens of a step, as for the plan whose pages these are; 0: 1.
+    /// Formats that keep some tokens finer: the most query tokens of a step, as for the plan whose pages these are; 0: 1.
     pub max_q_len: usize,
 }
 
@@ -111,7 +111,7 @@ pub unsafe extern "C" fn attn_transfer_destroy(transfer: *mut Transfer) {
 }
 
 /// Writes ranges of cached tokens as rows of numbers, as they were before they were quantized, to the format's precision: enqueues the work on `stream`,
-/// as attn_plan_attend. `pages->kv_lens` are the cached tokens; the newest are read as a query of the last token would.
+/// as attn_plan_attend. `pages->kv_lens` are the cached tokens; they are read as a query of the last one would.
 ///
 /// # Safety
 /// Everything that attn_plan_attend needs for `pages`; ranges are cached, row_starts do not fall, and k and v have room for their rows and lie apart from all else.

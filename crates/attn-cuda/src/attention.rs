@@ -87,6 +87,7 @@ struct AttentionLists {
     query_blocks: ListPlace,
     slopes: ListPlace,
     sinks: ListPlace,
+    tokens_before: ListPlace,
     tokens_after: ListPlace,
     /// A view's static scales of K and V.
     tensor_scales: [ListPlace; 2],
@@ -113,6 +114,7 @@ impl AttentionLists {
             query_blocks: all.add(of.plan.query_blocks())?,
             slopes: all.add(&slopes)?,
             sinks: all.add(sinks.unwrap_or(&[]))?,
+            tokens_before: all.add(&ints("tokens_before", &problem.tokens_before)?)?,
             tokens_after: all.add(&ints("tokens_after", &problem.tokens_after)?)?,
             tensor_scales: [all.add(tensor_scales[0])?, all.add(tensor_scales[1])?],
             all,
@@ -176,6 +178,7 @@ impl Attention<'_> {
             workspace,
         };
         let states = rows.states.map(|[max_sums, o]| SpansArgs {
+            tokens_before: lists.tokens_before.at(base),
             tokens_after: lists.tokens_after.at(base),
             max_sums,
             o,

@@ -205,6 +205,7 @@ fn planned(problem: &Problem, results: &DeviceResults<'_>) -> Result<(PlanKind, 
     let mut planned = problem.clone();
     planned.kv_lens = vec![spans * SPAN_TOKENS; problem.batch()];
     // Read on the device, or by the merge; others need no other plan.
+    planned.tokens_before.clear();
     planned.tokens_after.clear();
     planned.scores.sinks = None;
     Ok((PlanKind::Spans, planned))

@@ -125,14 +125,15 @@ mod tests {
 
     #[test]
     fn residual_pages_stand_in_their_slots_of_every_row() {
-        let of = page_table(&[&[4, 2, 0], &[], &[3]], &[&[7, 8], &[], &[9]]);
+        let mut of = page_table(&[&[4, 2, 0], &[], &[3]], &[&[6, 7, 8], &[], &[9]]);
+        of.first_residual_pages = 1;
         let problem = Problem::new(HEADS, [129, 0, 64]);
         let made = table(&problem, KvFormat::INT4, &of).unwrap();
         let (slots, none) = (made.slots, 10);
-        assert!(slots >= 4, "{slots}");
+        assert!(slots >= 5, "{slots}");
         let mut want = vec![none; 3 * slots];
-        // Home pages 1 and 2 of the first sequence, and page 0 of the last.
-        (want[1], want[2], want[2 * slots]) = (7, 8, 9);
+        // The first home pages, and pages 1 and 2 of the first sequence: 1 + 1 and 1 + 2.
+        (want[0], want[2], want[3], want[2 * slots]) = (6, 7, 8, 9);
         assert_eq!(made.residuals, want);
     }
 

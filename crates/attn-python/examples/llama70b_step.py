@@ -196,7 +196,8 @@ class Share:
     kv_heads: slice
     tokens: range
     is_by_tokens: bool
-    # Tokens behind them, and the most that a rank has.
+    # Positions of ranks ahead, tokens behind, and the most that a rank has.
+    before: int
     after: int
     longest: int
 
@@ -204,10 +205,10 @@ class Share:
     def of(rank: Rank, shape: Shape, context: int, is_by_tokens: bool) -> "Share":
         if rank.count == 1 or not is_by_tokens:
             each = shape.kv_heads // rank.count
-            return Share(slice(rank.index * each, (rank.index + 1) * each), range(context), False, 0, context)
+            return Share(slice(rank.index * each, (rank.index + 1) * each), range(context), False, 0, 0, context)
         each = attn.distributed.tokens_of_rank(context, rank.count)
         first, last = (min(context, i * each) for i in (rank.index, rank.index + 1))
-        return Share(slice(0, shape.kv_heads), range(first, last), True, context - last, each)
+        return Share(slice(0, shape.kv_heads), range(first, last), True, rank.index * each, context - last, each)
 
     @property
     def spans(self) -> int:
@@ -239,7 +240,8 @@ class PlanAttention:
         first = torch.arange(batch, dtype=torch.int32, device=device)[:, None] * self.own
         self.table = first + torch.arange(pages, dtype=torch.int32, device=device)
         self.residuals: Optional[torch.Tensor] = first + pages + torch.arange(slots, dtype=torch.int32, device=device) if slots else None
-        self.kv_lens, self.after = (torch.full((batch,), n, dtype=torch.int32, device=device) for n in (tokens, share.after))
+        lens = (tokens, share.before, share.after)
+        self.kv_lens, self.before, self.after = (torch.full((batch,), n, dtype=torch.int32, device=device) for n in lens)
         self.pools = [self.plan.new_pool(batch * self.own) for _ in range(layers)]
         if tokens:
             self._fill(format, heads, share.rows(shape, context, device))
@@ -247,7 +249,7 @@ class PlanAttention:
             at = tokens - 1
             self.slots = self.table[:, at // PAGE].long() * PAGE + at % PAGE
             # A copy begins where launches want it to.
-            self.residual = None if self.residuals is None else self.residuals[:, at // PAGE % slots].clone()
+            self.residual = None if self.residuals is None else self.residuals[:, self.plan.residual_slot(at // PAGE, slots)].clone()
 
     def _fill(self, format: str, heads: dict, rows: List[torch.Tensor]) -> None:
         """Random tokens in every sequence: one is quantized, the others copy its pages."""
@@ -257,10 +259,10 @@ class PlanAttention:
         slots = self.table[0, token // PAGE].long() * PAGE + token % PAGE
         residuals = None
         if self.residuals is not None:
-            count = self.residuals.shape[1]
+            count, first = self.residuals.shape[1], one.first_residual_pages
             page = token // PAGE
-            kept = page > page[-1] - count
-            residuals = torch.where(kept, self.residuals[0, page % count], -1).int()
+            kept = (page < first) | (page > page[-1] - (count - first))
+            residuals = torch.where(kept, self.residuals[0, one.residual_slot(page, count)], -1).int()
         for pool in self.pools:
             one.append_slots(*(x.contiguous() for x in rows), pool, slots, residuals)
             pool.view(-1, self.own, pool.shape[1])[1:] = pool[: self.own]
@@ -278,7 +280,7 @@ class PlanAttention:
         pool = self.pools[layer]
         if self.is_newest:
             self.plan.append_slots(k, v, pool, self.slots, self.residual)
-        return self.plan.attend_spans(q.contiguous(), pool, self.table, self.kv_lens, self.after, self.residuals)
+        return self.plan.attend_spans(q.contiguous(), pool, self.table, self.kv_lens, self.after, self.residuals, self.before)
 
     def close(self) -> None:
         self.plan.close()
@@ -314,8 +316,8 @@ class CacheAttention:
     def states(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor]:
         if self.is_newest:
             self.cache.write(layer, k, v)
-        after = [self.share.after] * self.batch
-        return self.cache.attend_spans(q, layer=layer, sequences=range(self.batch), q_lens=[1] * self.batch, tokens_after=after, spans=self.share.spans)
+        shards = dict(tokens_before=[self.share.before] * self.batch, tokens_after=[self.share.after] * self.batch, spans=self.share.spans)
+        return self.cache.attend_spans(q, layer=layer, sequences=range(self.batch), q_lens=[1] * self.batch, **shards)
 
     def close(self) -> None:
         pass

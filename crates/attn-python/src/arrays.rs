@@ -91,6 +91,8 @@ pub struct SpanArrays<'py> {
     pub max_sums: Bound<'py, PyCapsule>,
     /// float32 `[spans, rows, dim]`.
     pub o: Bound<'py, PyCapsule>,
+    /// int32 `[sequences]`; none where no tokens lie ahead.
+    pub tokens_before: Option<Bound<'py, PyCapsule>>,
     /// int32 `[sequences]`; none where no tokens follow.
     pub tokens_after: Option<Bound<'py, PyCapsule>>,
 }

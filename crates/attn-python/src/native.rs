@@ -148,6 +148,13 @@ impl Plan {
         format.residual_slots(page_size, q_len)
     }
 
+    /// Entries in front of such a row, of a sequence's first pages; 0 for formats without a window.
+    #[getter]
+    fn first_residual_pages(&self) -> usize {
+        let (format, page_size) = (self.layout.format(), self.layout.page_size());
+        format.first_residual_pages(page_size)
+    }
+
     /// The plan's lists as bytes, to be put into device memory: query blocks, and the slopes as the kernels take them.
     fn lists<'py>(&self, py: Python<'py>) -> (Bound<'py, PyBytes>, Bound<'py, PyBytes>) {
         let words = self.plan.query_blocks().iter().flat_map(|block| {
@@ -188,8 +195,8 @@ impl Plan {
         self.plan.spans()
     }
 
-    /// Attends shards, and leaves the states of their spans: float32 `max_sums` `[spans, rows, 2]` and `o` `[spans, rows, dim]`. `tokens_after`:
-    /// int32 `[sequences]`, or none.
+    /// Attends shards, and leaves the states of their spans: float32 `max_sums` `[spans, rows, 2]` and `o` `[spans, rows, dim]`. `tokens_before`
+    /// and `tokens_after`: int32 `[sequences]`, or none.
     fn attend_spans(
         &self,
         py: Python<'_>,
@@ -205,16 +212,17 @@ impl Plan {
             self.gpu
                 .list(what, Some(array), (Dtype::F32, count.saturating_mul(4)))
         };
+        let elsewhere = |what, array: &Option<Bound<'_, PyCapsule>>| match array {
+            None => Ok(DeviceAddress::NULL),
+            array => {
+                let bytes = 4 * self.problem.batch();
+                self.gpu.list(what, array.as_ref(), (Dtype::I32, bytes))
+            }
+        };
         let dim = self.layout.head_dim();
         let to = SpansArgs {
-            tokens_after: match &spans.tokens_after {
-                None => DeviceAddress::NULL,
-                after => {
-                    let bytes = 4 * self.problem.batch();
-                    self.gpu
-                        .list("tokens_after", after.as_ref(), (Dtype::I32, bytes))?
-                }
-            },
+            tokens_before: elsewhere("tokens_before", &spans.tokens_before)?,
+            tokens_after: elsewhere("tokens_after", &spans.tokens_after)?,
             max_sums: list("max_sums", &spans.max_sums, states.saturating_mul(2))?,
             o: list("o", &spans.o, states.saturating_mul(dim))?,
         };

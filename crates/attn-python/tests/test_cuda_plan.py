@@ -299,7 +299,7 @@ def test_ranges_of_tokens_are_exported(rng, format):
         cache.append(k, v, sequences=b)
         at = torch.arange(n)
         places = table[b, at // 64].long() * 64 + at % 64
-        residuals = None if own is None else own[b, at // 64 % slots].int().cuda()
+        residuals = None if own is None else own[b, plan.residual_slot(at // 64, slots)].int().cuda()
         plan.append_slots(on_gpu(k), on_gpu(v), pool, places.cuda(), residuals)
     first, count = [100, 0], [500, 70]
     starts = torch.tensor([0, 500, 570], dtype=torch.int32, device="cuda")
@@ -338,14 +338,16 @@ def test_shards_have_the_bits_of_one_gpu(rng, format, options):
         for b, (first, last) in enumerate(of):
             at = torch.arange(last - first, device="cuda")
             places = table[b].long()[at // 64] * 64 + at % 64
-            # The pages of the newest tokens keep residuals.
-            newest = at // 64 + slots > (last - first - 1) // 64
-            kept = torch.where(newest, residual[b][at // 64 % slots], -1).int() if slots else None
+            # The pages of the first and of the newest tokens keep residuals.
+            ring = slots - plan.first_residual_pages
+            keeps = (at // 64 < plan.first_residual_pages) | (at // 64 + ring > (last - first - 1) // 64)
+            kept = torch.where(keeps, residual[b][plan.residual_slot(at // 64, slots)], -1).int() if slots else None
             chosen = slice(firsts[b] + first, firsts[b] + last)
             if last > first:
                 plan.append_slots(k[chosen], v[chosen], pool, places, kept)
-        own_lens, after = (torch.tensor(x, dtype=torch.int32, device="cuda") for x in (own, [n - b for n, (_, b) in zip(lens, of)]))
-        states.append(plan.attend_spans(q, pool, table, own_lens, after, residual))
+        shards = (own, [n - b for n, (_, b) in zip(lens, of)], [start] * 2)
+        own_lens, after, before = (torch.tensor(x, dtype=torch.int32, device="cuda") for x in shards)
+        states.append(plan.attend_spans(q, pool, table, own_lens, after, residual, before))
     max_sums, o = (torch.cat(x) for x in zip(*states))
     v_scales = torch.tensor(scales["v_scales"], device="cuda") if scales else None
     out, lse = attn.torch.merge_spans(format, max_sums, o, kv_heads=2, sinks=sinks, v_scales=v_scales)

@@ -82,7 +82,7 @@ DEVICE int first_appended_tile(const DecodeParams& p, int kv_len) {
 }
 
 // Copies a run of tiles, first tile, first tile + step, …, one stage after the other, of the sequence and KV head that `Source` gives:
-// sequence(), kv_len(), kv_head(), first_residual_tile(p).
+// sequence(), kv_len(), kv_head(), first_residual_tile(p), has_first(): whether the first tile is that of the whole sequence.
 template <class Source> struct TileCopier {
     Source source;
     Ring ring;
@@ -90,7 +90,7 @@ template <class Source> struct TileCopier {
     int tile, tile_end, step, stage_of_tile;
     u32 pages;  // page numbers of the next tiles, an entry of the page table to a lane
     int known;  // lanes of `pages` that are used up
-    u32 residual_pages;  // of the sequence's home pages from the first that is read with residuals on: that of page i in lane i mod 32
+    u32 residual_pages;  // an entry of their table to a lane, see `residual_lane`
     int appended;  // `first_appended_tile`, until the append has ended
     const RowMaps* maps;  // tensor maps of strided rows
     const u8* runs;  // of the sequence and KV head in the first page of the pool
@@ -98,12 +98,26 @@ template <class Source> struct TileCopier {
     METHOD void begin(const DecodeParams& p, int sequence, int kv_head, int first_residual_tile) {
         runs = p.k + kv_head * Run::BYTES;
         if (!WINDOW) return;
-        int page = lane;
-        if (p.residual_ring > 32) {
-            int first = max(first_residual_tile, 0) * TILE / PageTable::SAFE_ENTRY_TOKENS;
-            page = first + (lane - first & 31);
+        int page = lane, first = first_residual_tile * TILE / PageTable::SAFE_ENTRY_TOKENS;
+        if (BY_HALVES) {
+            // A ring that fits is known without the sequence's length.
+            if (lane >= 16 && p.residual_ring > 16) page = first + (lane - first & 15);
+        } else {
+            int ahead = lane - first & 31, windowed = 32 - FIRST_RESIDUAL_PAGES;
+            page = ahead < windowed ? first + ahead : ahead - windowed;
         }
-        residual_pages = p.residual_pages[(u64)sequence * p.residual_ring + (page & p.residual_ring - 1)];
+        residual_pages = p.residual_pages[residual_slot(p.residual_ring, sequence, page)];
+    }
+    // Whether the lower half of the lanes is for the first pages, and the upper half has room for those that the windows of a query block's rows read:
+    // the tiles of 128 query tokens, and those before them. Else the first pages are in the lanes that those leave.
+    static constexpr bool BY_HALVES = (WINDOW + 2) * PageTable::ENTRIES <= 16;
+    static_assert((WINDOW + 2) * PageTable::ENTRIES + FIRST_RESIDUAL_PAGES <= 32, "a lane has one page");
+    // The lane that has the residual page of home page `index`: page i of those that windows read in lane i mod 32, or i mod 16 of the upper half.
+    METHOD int residual_lane(const DecodeParams& p, int index) const {
+        bool is_first = index < FIRST_RESIDUAL_PAGES;
+        if (BY_HALVES) return is_first ? index : (index | 16) & 31;
+        int first = source.first_residual_tile(p) * TILE / PageTable::SAFE_ENTRY_TOKENS;
+        return (is_first ? first - FIRST_RESIDUAL_PAGES + index : index) & 31;
     }
     METHOD const u32* table(const DecodeParams& p) const { return p.page_table + (u64)source.sequence() * p.page_table_stride; }
     // Reads the page table 32 entries at a time, one stage before the first is needed. Past the last page an entry repeats it: its
@@ -113,7 +127,7 @@ template <class Source> struct TileCopier {
             known = 0;
             if (tile < 0) return;
             pages = table(p)[entry()];
-            if (Config::MAY_BE_DEQUANTIZED && entry() >= source.first_residual_tile(p)) pages += p.fine_pages;
+            if (Config::MAY_BE_DEQUANTIZED && p.fine_window > 0 && (entry() == 0 || entry() >= source.first_residual_tile(p))) pages += p.fine_pages;
         }
     }
     // The lane's.
@@ -134,7 +148,7 @@ template <class Source> struct TileCopier {
             if (!__all_sync(~0u, (u32)(at - first) < 32)) pages = table(p)[at];
         }
     }
-    METHOD bool has_residuals(const DecodeParams& p) const { return WINDOW && tile >= source.first_residual_tile(p); }
+    METHOD bool has_residuals(const DecodeParams& p) const { return attn::has_residuals(tile, source.first_residual_tile(p), source.has_first()); }
     // Copies the next stage of the current tile; true if the next call begins a new tile.
     METHOD bool copy_next(const DecodeParams& p) {
         if (PAGE != 0 && tile >= appended) {
@@ -199,21 +213,21 @@ template <class Source> struct TileCopier {
 #endif
         }
     }
-    // Fetches the residuals of tiles before `end` into L2: they are the last to be read, and few stages hide their way from memory.
+    // Fetches the residuals that windows have in tiles before `end` into L2: they are the last to be read, and few stages hide their way from memory.
     METHOD void prefetch_residuals(const DecodeParams& p, int end) const {
 #if ATTN_BULK
         if (!WINDOW) return;
         int ahead = max(tile, source.first_residual_tile(p)) + lane / PageTable::ENTRIES;
         int index = min(PAGE > TILE ? ahead / PageTable::TILES : ahead * PageTable::ENTRIES + lane % PageTable::ENTRIES,
                         (source.kv_len() - 1) / PageTable::SAFE_ENTRY_TOKENS);
-        u32 page = __shfl_sync(~0u, residual_pages, index & 31);
+        u32 page = __shfl_sync(~0u, residual_pages, residual_lane(p, index));
         if (ahead < end) prefetch_bulk(run(p, page), Keys::residuals(PAGE) + Values::residuals(PAGE));
 #endif
     }
     // The residual page of the tile's entry n; past the last page it is the last one's.
     METHOD u32 residual_page(const DecodeParams& p, int n) const {
         int index = min(PAGE > TILE ? tile / PageTable::TILES : tile * PageTable::ENTRIES + n, (source.kv_len() - 1) / PageTable::SAFE_ENTRY_TOKENS);
-        return __shfl_sync(~0u, residual_pages, index & 31);
+        return __shfl_sync(~0u, residual_pages, residual_lane(p, index));
     }
     // K, V, or both of a tile; they lie together, in the page as in the stage.
     METHOD void copy_blocks(const DecodeParams& p, const u32 (&indices)[PageTable::ENTRIES], bool has_k, bool has_v) {

@@ -29,15 +29,20 @@ DEVICE int first_position(const DecodeParams& p, const QueryBlock& block, int kv
 }
 DEVICE int last_position(const DecodeParams& p, const QueryBlock& block, int kv_len) { return kv_len + tokens_after(p, block) - 1; }
 
-// The first tile that some of these rows read with residuals: by the window of the first query token, which is the longest.
+// Whether a sequence's first tile, which all rows read with residuals, is here and in no shard ahead.
+DEVICE bool has_first_tile(const DecodeParams& p, int sequence) { return !Config::LEAVES_SPANS || !p.tokens_before || p.tokens_before[sequence] == 0; }
+// Behind the first tile, the first one that some of these rows read with residuals: by the window of the first query token, which is the longest.
 DEVICE int first_residual_tile_of(const DecodeParams& p, int tokens, int kv_len) {
     int window = Config::MAY_BE_DEQUANTIZED ? p.fine_window : WINDOW;
-    return window == 0 ? 0x7fffffff : max(kv_len - (p.causal ? tokens : 1), 0) / TILE - window + 1;
+    return window == 0 ? 0x7fffffff : max(max(kv_len - (p.causal ? tokens : 1), 0) / TILE - window + 1, 1);
 }
 DEVICE int first_residual_tile_of(const DecodeParams& p, const QueryBlock& block, int kv_len) {
     if (!Config::LEAVES_SPANS) return first_residual_tile_of(p, block.tokens, kv_len);
-    return WINDOW == 0 ? 0x7fffffff : max(p.causal ? first_position(p, block, kv_len) : last_position(p, block, kv_len), 0) / TILE - WINDOW + 1;
+    int first = max(p.causal ? first_position(p, block, kv_len) : last_position(p, block, kv_len), 0) / TILE - WINDOW + 1;
+    return WINDOW == 0 ? 0x7fffffff : max(first, has_first_tile(p, block.sequence) ? 1 : 0);
 }
+// Whether some rows read a tile with residuals; `behind`: see `first_residual_tile_of`. Without wrapping, two comparisons would take registers that kernels lack.
+DEVICE bool has_residuals(int tile, int behind, bool has_first) { return WINDOW && (u32)(tile - has_first) >= (u32)(behind - has_first); }
 
 // ---- the launch ahead ----
 

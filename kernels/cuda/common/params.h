@@ -39,7 +39,7 @@ struct DecodeParams {
     long long k_scale_strides[3];              // Rows: elements from one sequence or page, KV head, token of K's scales to the next.
     long long v_scale_strides[3];              // Rows: elements from one sequence or page, KV head, token of V's scales to the next.
     const unsigned int* page_table;            // Pages and pages of rows: u32 [batch][page_table_stride].
-    const unsigned int* residual_pages;        // Pages: u32 [batch][residual_ring], the residual page of home page i at i mod residual_ring; null where no scheme has a window.
+    const unsigned int* residual_pages;        // Pages: u32 [batch][F + residual_ring], where F pages, or one, hold a tile: the residual page of home page i at i below F, else at F + i mod residual_ring. Null where no scheme has a window.
     const int* kv_lens;                        // i32 [batch].
     const float* k_tensor_scales;              // f32 [num_kv_heads], or null.
     const float* v_tensor_scales;              // f32 [num_kv_heads], or null.
@@ -71,14 +71,15 @@ struct DecodeParams {
     FastDivmod sms_divmod;                     // Divides by the grid's CTAs over those that share an SM.
     int appended;                              // New tokens of each sequence, if the launch ahead is an append that writes them: all else may be read while it runs. Else 0.
     int dtype;                                 // Number format of queries and outputs: Dtype.
-    unsigned int residual_ring;                // Residual pages of a sequence, a power of two; 0 where no scheme has a window.
+    unsigned int residual_ring;                // Slots of a sequence that the residual pages of its last home pages share, a power of two; 0 where no scheme has a window.
     unsigned int span_rows;                    // ATTN_SPANS: rows of a span in partial_o and partial_max_sum, which then are the caller's, [span][row].
     const int* tokens_after;                   // ATTN_SPANS: i32 [batch], tokens of each sequence that follow those of kv_lens in other shards; null for none.
+    const int* tokens_before;                  // ATTN_SPANS: i32 [batch], tokens of each sequence that lie in shards ahead; null for none.
     int rounds_queries;                        // many_rows.cu, pages of dequantize.cu: whether queries are rounded to f16, as K was; f32 queries are the sum of two f16 elsewhere.
     int fine_window;                           // many_rows.cu, pages of dequantize.cu: tiles that a row reads with residuals; 0: none.
     unsigned int fine_pages;                   // many_rows.cu, pages of dequantize.cu: from a tile's page to that with residuals.
 };
-static_assert(sizeof(DecodeParams) == 400, "params.rs");
+static_assert(sizeof(DecodeParams) == 408, "params.rs");
 
 // Parameters of `query_blocks.cu`.
 struct QueryBlocksParams {
@@ -105,7 +106,7 @@ struct AppendParams {
     const void* v;                             // New V [token][num_kv_heads][head_dim].
     unsigned char* pool;                       // Pages [page][kv_head][run].
     const unsigned int* page_table;            // u32 [batch][page_table_stride].
-    const unsigned int* residual_pages;        // u32 [batch][residual_ring], as in DecodeParams; with slots u32 [tokens], NO_PAGE for none. Null where no scheme has a window.
+    const unsigned int* residual_pages;        // u32 [batch][F + residual_ring], as in DecodeParams; with slots u32 [tokens], NO_PAGE for none. Null where no scheme has a window.
     const int* kv_lens;                        // i32 [batch], the new tokens included.
     const long long* slots;                    // i64 [tokens]: where each token goes, page * page_size + token of the page, or negative for nowhere. Null: behind its sequence's tokens.
     const float* k_tensor_scales;              // f32 [num_kv_heads], or null.
@@ -126,7 +127,7 @@ struct AppendParams {
     int page_table_stride;                     // Entries of the page table per sequence.
     int dtype;                                 // Number format of K and V: Dtype.
     int is_followed;                           // Whether the next launch is a decode that knows which pages this one writes.
-    unsigned int residual_ring;                // Residual pages of a sequence, a power of two; 0 where no scheme has a window.
+    unsigned int residual_ring;                // Slots of a sequence that the residual pages of its last home pages share, a power of two; 0 where no scheme has a window.
     int num_q_heads;                           // Query heads that are rotated.
     int rotary_dim;                            // Elements of a head that are rotated, a multiple of 4.
     int cos_sin_dtype;                         // Number format of cos_sin: Dtype.
@@ -159,7 +160,7 @@ struct ExportParams {
     void* v;                                   // Rows of V [token][num_kv_heads][head_dim], or null.
     const unsigned char* pool;                 // Pages [page][kv_head][run].
     const unsigned int* page_table;            // u32 [batch][page_table_stride].
-    const unsigned int* residual_pages;        // u32 [batch][residual_ring], as in DecodeParams; null where no scheme has a window.
+    const unsigned int* residual_pages;        // u32 [batch][F + residual_ring], as in DecodeParams; null where no scheme has a window.
     const int* kv_lens;                        // i32 [batch]: cached tokens.
     const int* row_starts;                     // i32 [batch + 1]: the first row of each sequence's range, and the end of the last one.
     const int* first_tokens;                   // i32 [batch]: the first token of each range, or null for 0.
@@ -170,7 +171,7 @@ struct ExportParams {
     long long page_stride;                     // Bytes from one page to the next.
     int page_table_stride;                     // Entries of the page table per sequence.
     int dtype;                                 // Number format of K and V: Dtype.
-    unsigned int residual_ring;                // Residual pages of a sequence, a power of two; 0 where no scheme has a window.
+    unsigned int residual_ring;                // Slots of a sequence that the residual pages of its last home pages share, a power of two; 0 where no scheme has a window.
     unsigned int reserved;                     // Unused: the size is a multiple of 8.
 };
 static_assert(sizeof(ExportParams) == 120, "params.rs");
@@ -181,13 +182,13 @@ struct DequantizeParams {
     unsigned char* pages;                      // Pages of 64 tokens to write.
     unsigned int* table;                       // Their table to write, u32 [batch][pages_each].
     float* scales;                             // What the numbers of each KV head count, to write: f32 [2][num_kv_heads], of K and of V. Not where bytes are copied.
-    unsigned int* residual_table;              // Where bytes are copied, and read with residuals: the table of the pages with these to write, u32 [batch][residual_ring].
+    unsigned int* residual_table;              // Where bytes are copied, and read with residuals: the table of the pages with these to write, u32 [batch][1 + residual_ring].
     unsigned int pages_each;                   // Pages to write per sequence.
     unsigned int fine_pages;                   // From a tile's page to that with residuals.
     int num_blocks;                            // Entries of the step's query_blocks.
-    unsigned int residual_ring;                // Entries of `residual_table` per sequence.
+    unsigned int residual_ring;                // Entries of `residual_table` per sequence, but for the first: a power of two.
 };
-static_assert(sizeof(DequantizeParams) == 448, "params.rs");
+static_assert(sizeof(DequantizeParams) == 456, "params.rs");
 
 // Parameters of `copy_pages.cu`.
 struct CopyPagesParams {

@@ -6,7 +6,7 @@
 //           loaded, and shared memory is not used. With several tokens a CTA owns a page of a head.
 // Instance  page/instance.cuh; ATTN_ROTARY: whether K is rotated by its position before it is encoded, and queries beside it.
 // Reads     k, v [token][num_kv_heads][head_dim], f32, f16 or bf16; kv_lens, which count the new tokens already, or slots; positions, cos_sin, q.
-// Writes    pool [page][kv_head][run]: home pages, and the residual pages of each sequence's last pages; q_out.
+// Writes    pool [page][kv_head][run]: home pages, and the residual pages of each sequence's first and last pages; q_out.
 // Numerics  page/token.cuh; compiled without contraction, subnormals kept.
 // Host      attn-cuda/src/native/append.rs; parameters in kernels/src/cuda/params.rs.
 #include "ops/rotary.cuh"
@@ -20,7 +20,7 @@ typedef Token<Values::SCHEME, Values::GROUPS, (Values::BITS < 16)> VToken;
 DEVICE u8* run_of(const AppendParams& p, u32 page, int head) { return p.pool + page * p.page_stride + (u32)head * Run::BYTES; }
 DEVICE u32 page_of(const AppendParams& p, int b, u32 page) { return p.page_table[(long long)b * p.page_table_stride + page]; }
 constexpr u32 NO_PAGE = ~0u;  // in the slot of a page that keeps no residuals
-DEVICE u32 residual_page_of(const AppendParams& p, int b, u32 page) { return p.residual_pages[(u64)b * p.residual_ring + (page & (p.residual_ring - 1))]; }
+DEVICE u32 residual_page_of(const AppendParams& p, int b, u32 page) { return p.residual_pages[residual_slot(p.residual_ring, b, page)]; }
 DEVICE float scale_of(const float* scales, int head) { return scales ? scales[head] : 1.0f; }
 
 // Token t of a page: the run of its page, and that of the residual page, null if the page keeps no residuals.
@@ -199,8 +199,8 @@ DEVICE void append_many(const AppendParams& p) {
         for (int t = j.t0 + j.warp; t < j.t1; t += j.warps) rotate_queries<1>(p, j.token0 + t, page * PAGE + t, j.head - p.num_kv_heads, j.lane);
         return;
     }
-    // A slot of residuals belongs to the last of the pages that share it.
-    j.page = place_of(p, b, page, 0, j.head, page + (int)p.residual_ring > last);
+    // The first pages have slots of residuals of their own; another slot belongs to the last of the pages that share it.
+    j.page = place_of(p, b, page, 0, j.head, page < FIRST_RESIDUAL_PAGES || page + (int)p.residual_ring > last);
     append_rows(p, j);
     const float scale = scale_of(p.v_tensor_scales, j.head);
     // Other warps take the first tokens than of K.

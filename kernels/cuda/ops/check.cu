@@ -1,7 +1,7 @@
 // check.cu: checks the device inputs of a decode or append launch, and reports the first one that would be fatal (ATTN_CUDA=check=1).
 //
 // Grid      (batch), of slots (1); 128 threads.
-// Reads     kv_lens, tokens_after, page table, residual pages, sinks, queries, positions of appended tokens; or slots, their residual pages and their
+// Reads     kv_lens, tokens_before, tokens_after, page table, residual pages, sinks, queries, positions of appended tokens; or slots, their residual pages and their
 //           tokens' positions; or cu_seqlens_q.
 // Writes    report: {kind, index, value, limit}; kind 0 if all inputs are allowed.
 // Shared    none.
@@ -13,8 +13,9 @@
 
 namespace attn {
 
-enum { OK, KV_LEN, PAGE, RESIDUAL_PAGE, QUERY, SINK, SLOT, POSITION, QUERY_START, TOKENS_AFTER };
+enum { OK, KV_LEN, PAGE, RESIDUAL_PAGE, QUERY, SINK, SLOT, POSITION, QUERY_START, TOKENS_AFTER, TOKENS_BEFORE };
 constexpr int SPAN_TOKENS = TILE << SPAN_SHIFT;  // shards but the last are of whole spans
+constexpr int MOST_TOKENS = 1 << 20;             // of a sequence in all shards
 
 __device__ void report(int* to, int kind, int index, int value, int limit) {
     if (atomicCAS(to, OK, kind) == OK) to[1] = index, to[2] = value, to[3] = limit;
@@ -60,10 +61,11 @@ extern "C" __global__ void attn_check(const __grid_constant__ DecodeParams p, co
         const int token = b * appended + i;
         check_position(c, token, c.positions != nullptr ? c.positions[token] : len - appended + i);
     }
-    if (p.tokens_after != nullptr) {
-        const int after = p.tokens_after[b];
-        const bool is_shard = after >= 0 && (after == 0 || len % SPAN_TOKENS == 0);
-        if (threadIdx.x == 0 && !is_shard) report(c.report, TOKENS_AFTER, b, after, len);
+    const int after = p.tokens_after != nullptr ? p.tokens_after[b] : 0, before = p.tokens_before != nullptr ? p.tokens_before[b] : 0;
+    if (threadIdx.x == 0) {
+        if (after < 0 || (after > 0 && len % SPAN_TOKENS != 0)) report(c.report, TOKENS_AFTER, b, after, len);
+        const int most = MOST_TOKENS - min(len + max(after, 0), MOST_TOKENS);
+        if (before < 0 || before > most || before % SPAN_TOKENS != 0) report(c.report, TOKENS_BEFORE, b, before, most / SPAN_TOKENS * SPAN_TOKENS);
     }
     if (c.page_size > 0) {
         const int pages = (len + c.page_size - 1) / c.page_size;
@@ -71,13 +73,14 @@ extern "C" __global__ void attn_check(const __grid_constant__ DecodeParams p, co
             if (threadIdx.x == 0) report(c.report, KV_LEN, b, len, p.page_table_stride * c.page_size);
             return;
         }
+        const int ring = (int)p.residual_ring, first_pages = c.page_size < TILE ? TILE / c.page_size : 1;
         for (int i = threadIdx.x; i < pages; i += blockDim.x) {
             const unsigned int page = p.page_table[(long long)b * p.page_table_stride + i];
             if (page >= c.num_pages) report(c.report, PAGE, b * p.page_table_stride + i, (int)page, (int)c.num_pages);
-        }
-        const int ring = (int)p.residual_ring;
-        for (int i = (pages > ring ? pages - ring : 0) + threadIdx.x; i < pages; i += blockDim.x) {
-            const int slot = b * ring + (i & (ring - 1));
+            // The last pages have residual pages, and those of the sequence's first tile.
+            const bool has_residuals = i + ring >= pages || (i < first_pages && before == 0);
+            if (ring == 0 || !has_residuals) continue;
+            const int slot = b * (first_pages + ring) + (i < first_pages ? i : first_pages + (i & (ring - 1)));
             if (p.residual_pages[slot] >= c.num_pages) report(c.report, RESIDUAL_PAGE, slot, (int)p.residual_pages[slot], (int)c.num_pages);
         }
     }

@@ -47,9 +47,9 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) attn_dequantize(const _
     const auto run_of = [&](u32 page) { return p.step.k + (u64)page * (u32)p.step.page_stride + (u64)head * Run::BYTES; };
     const int page = block / PAGE;
     const u8* const run = run_of(p.step.page_table[(u64)b * p.step.page_table_stride + page]);
-    const bool has_fine = WINDOW && tile >= first_fine_tile(p, b, kv_len);
+    const bool has_fine = is_fine_tile(p, b, tile, kv_len);
     const u8* residuals = nullptr;
-    if (has_fine) residuals = run_of(p.step.residual_pages[(u64)b * p.step.residual_ring + (page & (p.step.residual_ring - 1))]);
+    if (has_fine) residuals = run_of(p.step.residual_pages[residual_slot(p.step.residual_ring, b, page)]);
     // The block's tokens lie in one page, so those behind the last can be read, too.
     typedef TurnedBlock<Values::BITS> Turned;
     __shared__ Turned turned[WARPS], turned_residuals[Values::WINDOW ? WARPS : 1];

@@ -41,10 +41,10 @@ DEVICE int query_tokens(const DequantizeParams& p, int b) {
     const QueryBlock block = p.step.query_blocks[first];
     return block.sequence == b && block.tokens > 0 ? block.tokens + block.behind : 0;
 }
-// The first tile that some of a sequence's query tokens read with residuals.
-DEVICE int first_fine_tile(const DequantizeParams& p, int b, int kv_len) {
-    const int tokens = query_tokens(p, b);
-    return tokens == 0 ? 0x7fffffff : max(kv_len - (p.step.causal ? tokens : 1), 0) / TILE - WINDOW + 1;
+// Whether some of a sequence's query tokens read a tile with residuals: all do the first.
+DEVICE bool is_fine_tile(const DequantizeParams& p, int b, int tile, int kv_len) {
+    const int tokens = WINDOW == 0 ? 0 : query_tokens(p, b);
+    return tokens > 0 && (tile == 0 || tile > max(kv_len - (p.step.causal ? tokens : 1), 0) / TILE - WINDOW);
 }
 
 }  // namespace attn

@@ -55,9 +55,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, LANE_PANELS > 2 ? 4 : 6
     const int page = block / PAGE;
     const u8* const run = run_of(p.page_table[(u64)b * p.page_table_stride + page]);
     const u8* residuals = nullptr;
-    if ((Keys::WINDOW || Values::WINDOW) && newest < tile + (Keys::WINDOW > Values::WINDOW ? Keys::WINDOW : Values::WINDOW))
-        residuals = run_of(p.residual_pages[(u64)b * p.residual_ring + (page & (p.residual_ring - 1))]);
-    const auto with = [&](int window, int at) { return residuals && newest < tile + window ? residuals + at : nullptr; };
+    if (WINDOW && (tile == 0 || newest < tile + WINDOW)) residuals = run_of(p.residual_pages[residual_slot(p.residual_ring, b, page)]);
+    const auto with = [&](int window, int at) { return window && (tile == 0 || newest < tile + window) ? residuals + at : nullptr; };
     typedef TurnedBlock<Values::BITS> Turned;
     __shared__ Turned turned[WARPS], turned_residuals[Values::WINDOW ? WARPS : 1];
     // V's codes are under way with K's.

@@ -42,12 +42,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) attn_gather_pages(const __
     if (tile * TILE >= kv_len) return;
     const u32 page = write_entry(p);
     __shared__ const u8 *pages[ENTRIES], *residual_pages[ENTRIES];
-    const bool has_fine = WINDOW && tile >= first_fine_tile(p, b, kv_len);
+    const bool has_fine = is_fine_tile(p, b, tile, kv_len);
     if (threadIdx.x < ENTRIES) {
         const auto run_of = [&](u32 page) { return p.step.k + (u64)page * (u32)p.step.page_stride + (u64)head * Run::BYTES; };
         const int entry = min(tile * ENTRIES + (int)threadIdx.x, (kv_len - 1) / PAGE);
         pages[threadIdx.x] = run_of(p.step.page_table[(u64)b * p.step.page_table_stride + entry]);
-        if (has_fine) residual_pages[threadIdx.x] = run_of(p.step.residual_pages[(u64)b * p.step.residual_ring + (entry & (p.step.residual_ring - 1))]);
+        if (has_fine) residual_pages[threadIdx.x] = run_of(p.step.residual_pages[residual_slot(p.step.residual_ring, b, entry)]);
     }
     __syncthreads();
     u8* const to = p.pages + ((u64)page * heads + head) * RUN_OF_TILE;
@@ -55,7 +55,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attn_gather_pages(const __
     gather_params<Run::K_PARAMS, Keys>(pages, to);
     gather_codes<Run::V_CODES, Values::SCHEME, true>(pages, to);
     gather_params<Run::V_PARAMS, Values>(pages, to);
-    if (WINDOW && head == 0 && threadIdx.x == 0) p.residual_table[(u64)b * p.residual_ring + tile] = page + p.fine_pages;
+    if (WINDOW && head == 0 && threadIdx.x == 0) p.residual_table[residual_slot<first_residual_pages(TILE)>(p.residual_ring, b, tile)] = page + p.fine_pages;
     if (!has_fine) return;
     u8* const fine = to + (u64)p.fine_pages * heads * RUN_OF_TILE;
     if (Keys::WINDOW) gather_codes<0, INT4, false>(residual_pages, fine);

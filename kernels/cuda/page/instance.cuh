@@ -1,6 +1,7 @@
 // The format that an instance is compiled for: the macros of kernels/src/cuda/instance.rs that all kernels with a format have, as constants.
 // No other file reads these macros.
 #pragma once
+#include "common/tile.cuh"
 #include "page/format.cuh"
 
 namespace attn {
@@ -17,5 +18,13 @@ using Run = RunOf<Keys, Values, PAGE>;
 
 constexpr bool INTEGER = Keys::IS_INTEGER && Values::IS_INTEGER;  // whether all products are of integers
 constexpr int WINDOW = Keys::WINDOW > Values::WINDOW ? Keys::WINDOW : Values::WINDOW;
+
+// Home pages that hold a sequence's first tile, which all rows read with residuals: a sequence keeps those for good.
+constexpr int first_residual_pages(int page) { return page == 0 ? 1 : larger(1, TILE / page); }
+constexpr int FIRST_RESIDUAL_PAGES = first_residual_pages(PAGE);
+// Where a table of residual pages has that of a sequence's home page: behind the first pages' entries, a ring of a power of two is for the last pages.
+template <int FIRST = FIRST_RESIDUAL_PAGES> DEVICE u64 residual_slot(u32 ring, int sequence, u32 page) {
+    return (u64)sequence * (FIRST + ring) + (page < FIRST ? page : FIRST + (page & ring - 1));
+}
 
 }  // namespace attn

@@ -62,7 +62,7 @@ blocks! {
         v_scale_strides: [i64; 3] = "long long",
         /// Pages and pages of rows: u32 [batch][page_table_stride].
         page_table: u64 = "const unsigned int*",
-        /// Pages: u32 [batch][residual_ring], the residual page of home page i at i mod residual_ring; null where no scheme has a window.
+        /// Pages: u32 [batch][F + residual_ring], where F pages, or one, hold a tile: the residual page of home page i at i below F, else at F + i mod residual_ring. Null where no scheme has a window.
         residual_pages: u64 = "const unsigned int*",
         /// i32 [batch].
         kv_lens: u64 = "const int*",
@@ -126,12 +126,14 @@ blocks! {
         appended: i32 = "int",
         /// Number format of queries and outputs: Dtype.
         dtype: i32 = "int",
-        /// Residual pages of a sequence, a power of two; 0 where no scheme has a window.
+        /// Slots of a sequence that the residual pages of its last home pages share, a power of two; 0 where no scheme has a window.
         residual_ring: u32 = "unsigned int",
         /// ATTN_SPANS: rows of a span in partial_o and partial_max_sum, which then are the caller's, [span][row].
         span_rows: u32 = "unsigned int",
         /// ATTN_SPANS: i32 [batch], tokens of each sequence that follow those of kv_lens in other shards; null for none.
         tokens_after: u64 = "const int*",
+        /// ATTN_SPANS: i32 [batch], tokens of each sequence that lie in shards ahead; null for none.
+        tokens_before: u64 = "const int*",
         /// many_rows.cu, pages of dequantize.cu: whether queries are rounded to f16, as K was; f32 queries are the sum of two f16 elsewhere.
         rounds_queries: i32 = "int",
         /// many_rows.cu, pages of dequantize.cu: tiles that a row reads with residuals; 0: none.
@@ -177,7 +179,7 @@ blocks! {
         pool: u64 = "unsigned char*",
         /// u32 [batch][page_table_stride].
         page_table: u64 = "const unsigned int*",
-        /// u32 [batch][residual_ring], as in DecodeParams; with slots u32 [tokens], NO_PAGE for none. Null where no scheme has a window.
+        /// u32 [batch][F + residual_ring], as in DecodeParams; with slots u32 [tokens], NO_PAGE for none. Null where no scheme has a window.
         residual_pages: u64 = "const unsigned int*",
         /// i32 [batch], the new tokens included.
         kv_lens: u64 = "const int*",
@@ -219,7 +221,7 @@ blocks! {
         dtype: i32 = "int",
         /// Whether the next launch is a decode that knows which pages this one writes.
         is_followed: i32 = "int",
-        /// Residual pages of a sequence, a power of two; 0 where no scheme has a window.
+        /// Slots of a sequence that the residual pages of its last home pages share, a power of two; 0 where no scheme has a window.
         residual_ring: u32 = "unsigned int",
         /// Query heads that are rotated.
         num_q_heads: i32 = "int",
@@ -273,7 +275,7 @@ blocks! {
         pool: u64 = "const unsigned char*",
         /// u32 [batch][page_table_stride].
         page_table: u64 = "const unsigned int*",
-        /// u32 [batch][residual_ring], as in DecodeParams; null where no scheme has a window.
+        /// u32 [batch][F + residual_ring], as in DecodeParams; null where no scheme has a window.
         residual_pages: u64 = "const unsigned int*",
         /// i32 [batch]: cached tokens.
         kv_lens: u64 = "const int*",
@@ -295,7 +297,7 @@ blocks! {
         page_table_stride: i32 = "int",
         /// Number format of K and V: Dtype.
         dtype: i32 = "int",
-        /// Residual pages of a sequence, a power of two; 0 where no scheme has a window.
+        /// Slots of a sequence that the residual pages of its last home pages share, a power of two; 0 where no scheme has a window.
         residual_ring: u32 = "unsigned int",
         /// Unused: the size is a multiple of 8.
         reserved: u32 = "unsigned int",
@@ -311,7 +313,7 @@ blocks! {
         table: u64 = "unsigned int*",
         /// What the numbers of each KV head count, to write: f32 [2][num_kv_heads], of K and of V. Not where bytes are copied.
         scales: u64 = "float*",
-        /// Where bytes are copied, and read with residuals: the table of the pages with these to write, u32 [batch][residual_ring].
+        /// Where bytes are copied, and read with residuals: the table of the pages with these to write, u32 [batch][1 + residual_ring].
         residual_table: u64 = "unsigned int*",
         /// Pages to write per sequence.
         pages_each: u32 = "unsigned int",
@@ -319,7 +321,7 @@ blocks! {
         fine_pages: u32 = "unsigned int",
         /// Entries of the step's query_blocks.
         num_blocks: i32 = "int",
-        /// Entries of `residual_table` per sequence.
+        /// Entries of `residual_table` per sequence, but for the first: a power of two.
         residual_ring: u32 = "unsigned int",
     }
 

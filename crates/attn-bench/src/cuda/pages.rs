@@ -256,7 +256,10 @@ pub(super) fn fill(
         let of_last: Vec<i64> = last.clone().map(slot).collect();
         scattered.slots = Some(timer.buffers.upload(&of_last)?);
         if slots > 0 {
-            let residual = |(b, at)| residuals[b * slots + at / page_size % slots];
+            let format = workload.format;
+            let residual = |(b, at)| {
+                residuals[b * slots + format.residual_slot(page_size, slots, at / page_size)]
+            };
             let of_last: Vec<u32> = last.map(residual).collect();
             scattered.slot_residuals = Some(timer.buffers.upload(&of_last)?);
         }

@@ -219,8 +219,8 @@ pub unsafe extern "C" fn attn_plan_step(
 }
 
 /// Appends tokens that bring their places: enqueues the writes on `stream`. `slots`, int64 `[count]` in device memory: page·page_size + token of the
-/// page; tokens with a negative slot are skipped. `residual_pages`, int32 `[count]` in device memory for formats that keep the newest tokens finer:
-/// the residual page of the token's page, or -1 if that has none; else NULL. Of `pages`, the pool and the scales are read. With `tokens->rotary`, K is
+/// page; tokens with a negative slot are skipped. `residual_pages`, int32 `[count]` in device memory for formats that keep some tokens finer:
+/// the residual page of the token's page, or -1 if that has none, as it is neither one of the first nor of the last pages of its sequence; else NULL. Of `pages`, the pool and the scales are read. With `tokens->rotary`, K is
 /// rotated by its positions before it is stored, and the queries of the same tokens beside it; the plan was created with attn_plan_config.rotary then.
 ///
 /// # Safety

@@ -274,7 +274,7 @@ mod tests {
                 page_table: DeviceAddress::NULL,
                 page_table_stride: 3,
                 residual_pages: DeviceAddress::new(0x100),
-                residual_slots: 4,
+                residual_slots: 5,
                 kv_lens: DeviceAddress::NULL,
                 tensor_scales: [DeviceAddress::NULL; 2],
             },

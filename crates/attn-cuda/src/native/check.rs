@@ -125,6 +125,11 @@ fn explained([kind, index, value, limit]: [i32; 4], limits: &CheckParams) -> Cud
             value.to_string(),
             format!("0; positive where the shard's tokens, {limit} here, are whole spans of 1024"),
         ),
+        10 => (
+            "tokens_before",
+            value.to_string(),
+            format!("multiples of 1024 up to {limit}: a sequence has 1048576 tokens at most"),
+        ),
         _ => (
             "q",
             float(),
@@ -167,6 +172,10 @@ mod tests {
                 "cu_seqlens_q[9] is 6, allowed numbers from 0 to 5",
             ),
             ([9, 0, 1, 100], "tokens_after[0] is 1, allowed 0; positive"),
+            (
+                [10, 1, 64, 4096],
+                "tokens_before[1] is 64, allowed multiples of 1024 up to 4096",
+            ),
         ] {
             let text = explained(found, &limits).to_string();
             assert!(text.contains(said), "{text}");

@@ -138,8 +138,10 @@ pub(crate) fn prepare(
     let check = check_kernel(device)?;
     let mut problem = problem.clone();
     if kind == PlanKind::Spans {
-        // Sinks belong to the end of the merge, and the device says what follows.
-        (problem.scores.sinks, problem.tokens_after) = (None, Vec::new());
+        // Sinks belong to the end of the merge, and the device says what lies ahead and follows.
+        problem.scores.sinks = None;
+        problem.tokens_before.clear();
+        problem.tokens_after.clear();
     }
     Ok(NativePlan {
         dequantize,
@@ -311,7 +313,7 @@ impl CudaBackend {
     /// - Every address in `args` is device memory of the documented type and length, aligned to 16 bytes (`workspace`: 256), and stays
     ///   so until the work has run; `out`, `lse` and the workspace overlap nothing else that runs meanwhile.
     /// - On the device, every `kv_lens` is 0 to [`NativePlan::max_kv_len`]; every page that a length reaches, and the residual pages of the
-    ///   last ones, are in the pool; queries are finite and within `Error::QueryRange`; K and V were written by append.
+    ///   first and last ones, are in the pool; queries are finite and within `Error::QueryRange`; K and V were written by append.
     /// - The workspace's first [`NativePlan::zeroed_bytes`] bytes were zeroed before its first launch, and again whenever
     ///   another plan used it; launches that share a workspace do not overlap.
     ///
@@ -329,8 +331,8 @@ impl CudaBackend {
     }
 
     /// Prepares launches over shards of sequences, whole spans of 1024 tokens each but for the last shard, for
-    /// [`CudaBackend::attend_spans_on`]. The problem's `kv_lens` are those of this shard; where tokens follow is read on the device, and its
-    /// `tokens_after` and `sinks` do not matter.
+    /// [`CudaBackend::attend_spans_on`]. The problem's `kv_lens` are those of this shard; where tokens lie ahead or follow is read on the device, and
+    /// its `tokens_before`, `tokens_after` and `sinks` do not matter.
     ///
     /// # Errors
     /// Those of [`CudaBackend::prepare`].
@@ -350,8 +352,8 @@ impl CudaBackend {
     ///
     /// # Safety
     /// Those of [`CudaBackend::decode_on`]; `to` is device memory of the documented sizes, which nothing else uses meanwhile. On the device, no
-    /// `tokens_after` is negative, a sequence has at most 2^20 tokens with them, and where it is positive, `kv_lens` is a multiple of 1024: other shards have no
-    /// wild access, and other bits than one device.
+    /// `tokens_after` is negative, `tokens_before` are multiples of 1024 from 0 on, a sequence has at most 2^20 tokens with them, and where tokens follow, `kv_lens` is a
+    /// multiple of 1024: other shards have no wild access, and other bits than one device.
     ///
     /// # Errors
     /// [`Error::Parameter`] for a plan that [`CudaBackend::prepare_spans`] has not made; those of [`CudaBackend::decode_on`].

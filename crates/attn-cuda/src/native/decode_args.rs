@@ -65,6 +65,9 @@ pub fn alibi_slopes_log2(slopes: &[f32]) -> Vec<f32> {
 /// times query heads.
 #[derive(Debug, Clone, Copy)]
 pub struct SpansArgs {
+    /// i32 `[batch]`: tokens of each sequence that lie in shards ahead of those of `kv_lens`, multiples of 1024. Null for none: the shards are the sequences' first
+    /// ones.
+    pub tokens_before: DeviceAddress,
     /// i32 `[batch]`: tokens of each sequence that follow those of `kv_lens` in other shards; query tokens are the last of all. Null for none.
     pub tokens_after: DeviceAddress,
     /// f32 `[spans][rows][2]`: maximum, −∞ where a row sees no token of a span, and sum.

@@ -80,7 +80,7 @@ impl Dequantized {
         (4 * self.coarse_pages()).next_multiple_of(256)
     }
 
-    /// Entries of a sequence in the table of residual pages.
+    /// Entries of a sequence in the table of residual pages, behind that of its first page.
     fn residual_ring(&self) -> usize {
         self.pages_each.next_power_of_two()
     }
@@ -90,7 +90,7 @@ impl Dequantized {
         let words = match (self.keeps_format, self.window) {
             (false, _) => 2 * self.heads,
             (true, 0) => 0,
-            (true, _) => self.batch * self.residual_ring(),
+            (true, _) => self.batch * (1 + self.residual_ring()),
         };
         self.bytes + self.table_bytes() + (4 * words).next_multiple_of(256)
     }

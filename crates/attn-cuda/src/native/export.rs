@@ -29,7 +29,7 @@ pub struct ExportArgs {
     /// Where the rows go; K or V is null for the other alone. 16-bit rows are the f32 ones rounded to nearest even, infinite where f16 has no more
     /// room. Token strides are multiples of 8.
     pub rows: KvRows,
-    /// The sequences. Their newest tokens are read with residuals, as a query of the last token would.
+    /// The sequences. Their first tile and their newest tokens are read with residuals, as a query of the last token would.
     pub sequences: PagedSequences,
     /// i32 `[batch + 1]`: the first row of each sequence's range in `k` and `v`, then their end.
     pub row_starts: DeviceAddress,

@@ -39,8 +39,8 @@ pub struct PagedSequences {
     pub page_table: DeviceAddress,
     /// Entries per sequence: at least the tokens of the longest one / `page_size`, rounded up.
     pub page_table_stride: usize,
-    /// u32 `[batch][residual_slots]`: the residual page of a sequence's home page i at `i % residual_slots`, for those of its last home
-    /// pages that have one; other entries mean nothing. Null where no scheme has a window.
+    /// u32 `[batch][residual_slots]`: the residual page of a sequence's home page i at [`KvFormat::residual_slot`](attn_core::KvFormat::residual_slot), for those of its first and
+    /// last home pages that have one; other entries mean nothing. Null where no scheme has a window.
     pub residual_pages: DeviceAddress,
     /// [`KvFormat::residual_slots`](attn_core::KvFormat::residual_slots) of the most query tokens that a sequence has in a step. Not read where no
     /// scheme has a window.
@@ -67,22 +67,28 @@ impl PagedSequences {
     pub(super) fn check(&self, layout: &PageLayout) -> Result<TableSizes, Error> {
         self.pool.check(layout.page_bytes())?;
         check_residual_pages(layout, self.residual_pages)?;
-        let slots = self.residual_slots;
-        let residual_ring = match layout.format().residual_slots(layout.page_size(), 0) {
-            0 => 0,
-            least if slots < least || !slots.is_power_of_two() || slots > 1 << 20 => {
-                return Err(Error::parameter(
-                    "residual_slots",
-                    slots,
-                    "what KvFormat::residual_slots gives for the page size and the most query tokens of a sequence",
-                ));
-            }
-            _ => slots as u32,
-        };
         Ok(TableSizes {
             page_table_stride: sizes::int("page_table_stride", self.page_table_stride)?,
-            residual_ring,
+            residual_ring: self.residual_ring(layout)?,
         })
+    }
+
+    /// The slots behind those of the first tile's pages, which the last pages share.
+    fn residual_ring(&self, layout: &PageLayout) -> Result<u32, Error> {
+        let (format, page_size) = (layout.format(), layout.page_size());
+        let (least, slots) = (format.residual_slots(page_size, 0), self.residual_slots);
+        let ring = slots.saturating_sub(format.first_residual_pages(page_size));
+        if least == 0 {
+            return Ok(0);
+        }
+        if slots < least || !ring.is_power_of_two() || ring > 1 << 20 {
+            return Err(Error::parameter(
+                "residual_slots",
+                slots,
+                "what KvFormat::residual_slots gives for the page size and the most query tokens of a sequence",
+            ));
+        }
+        Ok(ring as u32)
     }
 
     /// The tables, lengths and scales in a decode's parameter block; all other fields are 0.
@@ -325,7 +331,7 @@ mod tests {
             page_table: DeviceAddress::new(0x500),
             page_table_stride: 3,
             residual_pages: DeviceAddress::new(0x100),
-            residual_slots: 4,
+            residual_slots: 5,
             kv_lens: DeviceAddress::new(0x600),
             tensor_scales: [NULL, DeviceAddress::new(0x700)],
         }
@@ -371,7 +377,7 @@ mod tests {
         };
         assert_eq!(of_int8.check(&int8).unwrap(), sizes(0));
         refused(missing.check(&int8), "page stride");
-        for residual_slots in [0, 1, 3, 6, 1 << 21, usize::MAX] {
+        for residual_slots in [0, 1, 4, 7, (1 << 21) + 1, usize::MAX] {
             let other = PagedSequences {
                 residual_slots,
                 ..given

@@ -308,6 +308,7 @@ impl LaunchPlan {
             partial_max_sum: to.max_sums.get(),
             partial_o: to.o.get(),
             span_rows: sizes::int("rows", p.rows())? as u32,
+            tokens_before: to.tokens_before.get(),
             tokens_after: to.tokens_after.get(),
             ..params
         })

@@ -39,8 +39,8 @@ pub struct SlotAppendArgs {
     pub tensor_scales: [DeviceAddress; 2],
     /// i64 `[tokens]`: `page · page_size + token of the page`; a token with a negative slot is skipped.
     pub slots: DeviceAddress,
-    /// u32 `[tokens]`: the residual page of the token's page, or `u32::MAX` if that keeps none (as for all but a sequence's last
-    /// [`KvFormat::residual_slots`](attn_core::KvFormat::residual_slots) pages); null where no scheme has a window.
+    /// u32 `[tokens]`: the residual page of the token's page, or `u32::MAX` if that keeps none (as for all but a sequence's first
+    /// [`KvFormat::first_residual_pages`](attn_core::KvFormat::first_residual_pages) and its last pages); null where no scheme has a window.
     pub residual_pages: DeviceAddress,
     /// Tokens, skipped ones included.
     pub tokens: usize,

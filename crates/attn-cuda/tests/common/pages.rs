@@ -61,13 +61,11 @@ impl Tables {
                     page => page,
                 };
             }
+            let row = &mut residuals[b * slots..][..slots];
             if table.first_tokens[b] > 0 {
-                residuals[b * slots..][..slots].fill(behind);
+                row.fill(behind);
             }
-            let kept = &table.residual_pages[b];
-            for (i, page) in (own.len() - kept.len()..).zip(kept) {
-                residuals[b * slots + i % slots] = *page;
-            }
+            table.fill_residual_slots(b, row);
         }
         Tables {
             pages,

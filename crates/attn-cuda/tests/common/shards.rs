@@ -167,6 +167,8 @@ impl Case {
         let ranges: Vec<_> = lens.iter().map(|len| self.range(shard, *len)).collect();
         let mut problem = self.problem.clone();
         problem.kv_lens = ranges.iter().map(Range::len).collect();
+        let ahead = shard.checked_sub(1).map_or(0, |i| self.cuts[i]);
+        problem.tokens_before = vec![ahead; lens.len()];
         problem.tokens_after = lens
             .iter()
             .zip(&ranges)
@@ -268,17 +270,18 @@ fn attend<M: Machine>(
 ) -> Result<SpanStates> {
     let (config, layout) = (cache.config(), cache.layout());
     let slots = config.format.residual_slots(PAGE, problem.max_q_len());
-    // What follows in other shards is known to the device alone.
+    // What lies ahead and follows in other shards is known to the device alone.
     let mut planned = problem.clone();
-    planned.tokens_after = Vec::new();
+    planned.tokens_before.clear();
+    planned.tokens_after.clear();
     planned
         .kv_lens
         .iter_mut()
         .for_each(|len| *len = longest.max(*len));
     let longest = planned.kv_lens.iter().copied().max().unwrap_or(0);
     let tables = Tables::new(cache, slots, longest);
-    let after = problem.tokens_after.iter().map(|n| *n as i32);
-    let after: Vec<i32> = after.collect();
+    let ints = |tokens: &[usize]| -> Vec<i32> { tokens.iter().map(|n| *n as i32).collect() };
+    let (before, after) = (ints(&problem.tokens_before), ints(&problem.tokens_after));
     let (rows, spans) = (problem.rows(), longest.div_ceil(1024).max(1));
     let blocks = machine.query_blocks((&planned, config.format, KvLayout::Pages(PAGE)))?;
     let upload = |bytes: &[u8]| machine.upload(bytes);
@@ -287,6 +290,7 @@ fn attend<M: Machine>(
         upload(bytemuck::cast_slice(&tables.pages))?,
         upload(bytemuck::cast_slice(&tables.residuals))?,
         upload(bytemuck::cast_slice(&tables.lens))?,
+        upload(bytemuck::cast_slice(&before))?,
         upload(bytemuck::cast_slice(&after))?,
         upload(bytemuck::cast_slice(q))?,
         upload(bytemuck::cast_slice(&config.k_tensor_scales))?,
@@ -303,6 +307,7 @@ fn attend<M: Machine>(
         page_table,
         residual_pages,
         kv_lens,
+        tokens_before,
         tokens_after,
         q,
         k_scales,
@@ -331,6 +336,7 @@ fn attend<M: Machine>(
         workspace: DeviceAddress::NULL,
     };
     let to = SpansArgs {
+        tokens_before,
         tokens_after,
         max_sums,
         o,
@@ -338,7 +344,7 @@ fn attend<M: Machine>(
     // SAFETY: the addresses are those of memory that lives until here, as large as `DecodeArgs` and `SpansArgs` ask; pages are those of the cache.
     unsafe { machine.attend_spans((&planned, config.format, KvLayout::Pages(PAGE)), &args, &to) }?;
     let numbers_of = |memory| anyhow::Ok(numbers::numbers(Dtype::F32, &machine.download(memory)?));
-    let (max_sums, o) = (numbers_of(&memory[9])?, numbers_of(&memory[10])?);
+    let (max_sums, o) = (numbers_of(&memory[10])?, numbers_of(&memory[11])?);
     Ok(SpanStates::new(rows, HEADS.dim, max_sums, o)?)
 }
 

@@ -393,9 +393,7 @@ impl Job {
                         + (at % config.page_size) as i64,
                 );
                 positions.push(rotary.map_or(0, |table| table.position(b, at) as i64));
-                let behind = pages.len() - 1 - page;
-                let mut of_last = table.residual_pages[b].iter().rev();
-                residuals.push(of_last.nth(behind).copied().unwrap_or(u32::MAX));
+                residuals.push(table.residual_page(b, page).unwrap_or(u32::MAX));
             }
         }
         let rows = rows.map(|rows| words(&rows));

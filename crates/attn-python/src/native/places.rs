@@ -95,7 +95,7 @@ impl Plan {
         let capsule = pages.residual_pages.as_ref();
         let missing = || {
             errors::shape(format!(
-                "residual_pages is missing; {} keeps residuals of the newest tokens",
+                "residual_pages is missing; {} keeps residuals of the first and of the newest tokens",
                 self.layout.format()
             ))
         };

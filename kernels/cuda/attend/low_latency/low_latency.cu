@@ -82,6 +82,7 @@ struct ItemSource {
     METHOD int first_residual_tile(const DecodeParams& p) const { return first_residual_tile_of(p, p.q_len, length); }
     METHOD int kv_len() const { return length; }
     METHOD int kv_head() const { return head; }
+    METHOD bool has_first() const { return true; }
 };
 
 // The page that a team will most likely start with, before the sequence's length is known. Where partials are merged through global
@@ -146,8 +147,8 @@ struct Warp {
     }
     // Folds a tile into the segment's state.
     METHOD void tile(int index, State& state) {
-        bool residuals = WINDOW && index >= first_residual_tile_of(p, p.q_len, work.kv_len);
-        attend_tile(p, {index, work.b, work.kv_head, work.kv_len, residuals}, item, ring, team, *this, state);
+        bool residuals = has_residuals(index, first_residual_tile_of(p, p.q_len, work.kv_len), true);
+        attend_tile(p, {index, work.b, work.kv_head, work.kv_len, residuals, WINDOW && index == 0}, item, ring, team, *this, state);
     }
     // Stages stay until both products are done.
     METHOD Ring keys_are_read(const Ring& next, bool) const { return next; }

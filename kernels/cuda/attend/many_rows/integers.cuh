@@ -58,8 +58,8 @@ struct IntegerTiles : Warpgroup {
         barrier_of<128>(WARPGROUP_BARRIER + warpgroup);
     }
 
-    // Which of the thread's rows read a tile with residuals, by the window of a side.
-    METHOD bool is_fine(int h, int index, int window) const { return rows.tile[h] < index + window; }
+    // Which of the thread's rows read a tile of a side with residuals, of which it has a window: the first, and those in the window.
+    METHOD bool is_fine(int h, int index, int window) const { return rows.tile[h] < index + window || index == 0; }
 
     // K's parameters of the thread's tokens.
     struct KeyParams {
@@ -332,7 +332,7 @@ struct IntegerTiles : Warpgroup {
 
     // Folds a tile into the segment's state.
     METHOD void tile(const WorkRange& range, int index) {
-        bool residuals = WINDOW && index >= range.first_residual_tile;
+        bool residuals = range.has_residuals(index);
         Place at = wait_keys_or_values(true, Keys::WINDOW && residuals);
         int sums[SUMS_OF_TILE];
         multiply_keys(at, index, sums);
@@ -362,7 +362,7 @@ struct IntegerTiles : Warpgroup {
 
     // Waits for a tile's stages and passes them on.
     METHOD void pass_tile(const WorkRange& range, int index) {
-        bool residuals = WINDOW && index >= range.first_residual_tile;
+        bool residuals = range.has_residuals(index);
         wait_keys_or_values(true, Keys::WINDOW && residuals);
         release_keys_or_values(true, Keys::WINDOW && residuals);
         wait_keys_or_values(false, Values::WINDOW && residuals);

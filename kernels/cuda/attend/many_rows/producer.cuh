@@ -13,6 +13,7 @@ struct RangeSource {
     METHOD int sequence() const { return range.sequence; }
     METHOD int kv_len() const { return range.kv_len; }
     METHOD int kv_head() const { return range.kv_head; }
+    METHOD bool has_first() const { return true; }
     METHOD int first_residual_tile(const DecodeParams&) const { return range.first_residual_tile; }
 };
 
@@ -140,7 +141,6 @@ struct Unpacker {
         for (; free > 0; free--)
             if (!issuer.issue() && Config::WHOLE_ITEMS) return;
     }
-    DEVICE bool has_residuals(const WorkRange& range, int index) { return WINDOW && index >= range.first_residual_tile; }
     // The tile that comes next in the ring of stages.
     METHOD StagedTile wait_tile(bool residuals) const {
         Ring next = ring;
@@ -157,7 +157,7 @@ struct Unpacker {
 
     // To bytes: K, its residuals, V, its residuals.
     METHOD void unpack_bytes(const WorkRange& range, int index) {
-        bool residuals = has_residuals(range, index);
+        bool residuals = range.has_residuals(index);
         StagedTile at = wait_tile(residuals);
         auto publish = [&](auto write) {
             write(unpacked.wait_empty());

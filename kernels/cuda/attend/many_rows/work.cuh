@@ -37,6 +37,7 @@ struct WorkRange {
         return range;
     }
     METHOD bool is_all() const { return first == 0 && end == num_spans; }
+    METHOD bool has_residuals(int tile) const { return attn::has_residuals(tile, first_residual_tile, true); }
     METHOD int first_tile() const { return first << span_shift; }
     METHOD int end_tile() const { return min(num_tiles, end << span_shift); }
     METHOD WorkItem item() const { return {b, kv_head, row_block, num_spans}; }

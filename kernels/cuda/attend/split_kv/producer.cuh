@@ -13,6 +13,7 @@ struct CursorSource {
     METHOD int sequence() const { return cursor->work.sequence; }
     METHOD int kv_len() const { return cursor->work.kv_len; }
     METHOD int first_residual_tile(const DecodeParams&) const { return cursor->work.first_residual_tile; }
+    METHOD bool has_first() const { return cursor->work.has_first_tile(); }
     METHOD int kv_head() const { return cursor->work.kv_head(team); }
 };
 struct Producer : TileCopier<CursorSource> {
@@ -73,7 +74,7 @@ struct Producer : TileCopier<CursorSource> {
     // Tiles but the last one before the run's end, residuals, pages that are not there yet, and those that are not known.
     METHOD int plain_tiles(const DecodeParams& p) const {
         int tiles = min(tile_end, appended) - tile;
-        if (WINDOW) tiles = min(tiles, source.first_residual_tile(p) - tile);
+        if (WINDOW) tiles = has_residuals(p) ? 0 : min(tiles, source.first_residual_tile(p) - tile);
         if (step > 1) tiles = (tiles + Config::TEAMS - 1) / Config::TEAMS;
         return min(tiles, (32 - known) / PageTable::ENTRIES) - 1;
     }

@@ -38,8 +38,8 @@ struct Warp {
     }
     METHOD void values_are_read(bool residuals) { done_with_stages(Stage::HOLDS_BOTH ? stages_of_keys(residuals) : stages_of_values(residuals)); }
     METHOD void tile(const Work& work, int index, const ItemRows& item, State& state) {
-        bool residuals = WINDOW && index >= work.first_residual_tile;
-        TileOf tile = {index, work.sequence, work.kv_head(producer.source.team), work.kv_len, residuals};
+        bool residuals = has_residuals(index, work.first_residual_tile, work.has_first_tile());
+        TileOf tile = {index, work.sequence, work.kv_head(producer.source.team), work.kv_len, residuals, WINDOW && index == 0 && work.has_first_tile()};
         attend_tile(p, tile, item, ring, team, *this, state);
     }
 

@@ -56,6 +56,7 @@ struct Work : Sequence {
     int sequence, first_residual_tile;
     u32 offset;                     // cost of all units before this one
     u8 partials_here;                  // partials of this unit
+    bool has_first;                    // whether the sequence's first tile is here, and in no shard ahead
     Measure measure;
 
     METHOD void enter(const DecodeParams& p, int block, int kv_len) {
@@ -64,8 +65,10 @@ struct Work : Sequence {
         QueryBlock queries = query_block(p, b);
         sequence = queries.sequence;
         first_residual_tile = first_residual_tile_of(p, queries, kv_len);
+        if (Config::LEAVES_SPANS) has_first = attn::has_first_tile(p, sequence);
         (Sequence&)* this = Sequence::of(measure, kv_len);
     }
+    METHOD bool has_first_tile() const { return !Config::LEAVES_SPANS || has_first; }
     METHOD bool has_items() const { return measure.partials_are == ITEMS; }
     METHOD int kv_head(int team) const { return has_items() ? heads * Config::TEAMS + team : heads; }
     METHOD TeamGranularity takes() const { return measure.partials_are == SEGMENTS ? A_TILE : has_items() ? AN_ITEM : partials_here == 1 ? A_SEGMENT : A_SPAN; }

@@ -6,10 +6,10 @@
 
 namespace attn {
 
-// Which tile: its number in the sequence, of which `kv_len` tokens are seen, and whether some row reads it with residuals.
+// Which tile: its number in the sequence, of which `kv_len` tokens are seen; whether some row reads it with residuals, and whether all do, as it is the first.
 struct TileOf {
     int index, sequence, kv_head, kv_len;
-    bool residuals;
+    bool residuals, is_first;
 };
 
 // Folds a tile into the segment's state. Its stages come next in the ring. `reader.keys_are_read` and `reader.values_are_read` are called as soon as the
@@ -23,7 +23,7 @@ DEVICE void attend_tile(const DecodeParams& p, const TileOf& tile, const ItemRow
     StagedTile at;
     wait_keys(next, tile.residuals, at);
     SideParams<Keys::SCHEME, RowScales> k = {at.k.at + Stage::K_CODES, Stage::K_STRIDE, {p.k_scales, p.k_scale_strides, tile.sequence, tile.kv_head, t0}};
-    tile_scores(at, k, item.q, team, [&](int g, int e) { return rows.tile[g][e] < tile.index + Keys::WINDOW; }, s);
+    tile_scores(at, k, item.q, team, [&](int g, int e) { return tile.is_first || rows.tile[g][e] < tile.index + Keys::WINDOW; }, s);
     next = reader.keys_are_read(next, tile.residuals);
     if constexpr (HAS_SCORE_MODS) apply_score_mods(p, item, first, s);
     bool full = rows.see_all(t0);
@@ -38,7 +38,7 @@ DEVICE void attend_tile(const DecodeParams& p, const TileOf& tile, const ItemRow
     auto weights = team.shared_weights(s);
     Rescale r = enter_tile(state, exponents);
     SideParams<Values::SCHEME, RowScales> v = {at.v.at + Stage::V_CODES, Stage::V_STRIDE, {p.v_scales, p.v_scale_strides, tile.sequence, tile.kv_head, t0}};
-    auto is_fine = [&](int g, int e) { return rows.tile[g][e] < tile.index + Values::WINDOW; };
+    auto is_fine = [&](int g, int e) { return tile.is_first || rows.tile[g][e] < tile.index + Values::WINDOW; };
     tile_values(at, v, full, min(TILE, tile.kv_len - t0), weights, r, team, is_fine, state);
     reader.values_are_read(tile.residuals);
 }

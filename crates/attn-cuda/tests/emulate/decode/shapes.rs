@@ -30,16 +30,55 @@ pub(super) fn chosen() -> Vec<Case> {
         all.push(rows);
     }
     all.extend(many_rows());
-    // Windows alone leave scores as they are: of 130,000 of them some would be rounded to another 64th if the row's step came first.
-    for q_len in [1, 80] {
-        let mut window = Case::new([16, 1], 64, &[130; 80], KvFormat::INT8);
-        if q_len > 1 {
-            window = Case::new([16, 1], 64, &[200], KvFormat::INT8);
-        }
-        window.problem.q_lens = vec![q_len; window.problem.batch()];
-        window.build = Build::AtOnce;
-        window.problem.scores.window_left = Some(100);
-        all.push(window);
+    all.extend(windows());
+    all.extend(far_first_tiles());
+    all
+}
+
+/// Windows alone leave scores as they are: of 130,000 scores some would be rounded to another 64th if the row's step came first.
+fn windows() -> [Case; 2] {
+    [(&[130; 80][..], 1), (&[200], 80)].map(|(lens, q_len)| {
+        let mut case = Case::new([16, 1], 64, lens, KvFormat::INT8);
+        case.problem.q_lens = vec![q_len; lens.len()];
+        case.problem.scores.window_left = Some(100);
+        case.build = Build::AtOnce;
+        case
+    })
+}
+
+/// Shapes whose rows read the first tile with residuals, and tiles behind it without: by every kernel, in pages that hold a part of it, all of it, and more, and by rings
+/// of residual pages that the lanes of a warp hold, and larger ones.
+fn far_first_tiles() -> Vec<Case> {
+    let shapes = [
+        ("int4", 16, [3, 1], 128, &[700, 330, 40][..], &[1, 1, 1][..]),
+        ("int8/int4", 16, [4, 1], 64, &[450, 200], &[3, 2]),
+        ("int4-w4", 16, [4, 1], 64, &[650, 400], &[1, 1]),
+        ("int4", 32, [8, 1], 64, &[520], &[2]),
+        ("int4", 64, [4, 1], 64, &[1300, 260], &[1, 1]),
+        ("int4-r2", 128, [4, 1], 128, &[600, 300], &[1, 1]),
+        ("int8/int4", 128, [4, 1], 64, &[900, 129], &[1, 1]),
+        // Query blocks, the first of which stand in the tiles behind the first; on an H100 and an A100 by many rows, too.
+        ("int4", 16, [4, 1], 64, &[450], &[200]),
+        ("int4-w4", 16, [2, 1], 64, &[700], &[130]),
+        ("int4", 64, [4, 2], 64, &[400, 66], &[90, 66]),
+        ("int4/int8", 128, [4, 1], 64, &[470, 300], &[70, 9]),
+    ];
+    let mut all: Vec<Case> = shapes
+        .into_iter()
+        .map(|(format, page_size, heads, dim, kv_lens, q_lens)| {
+            let format = format.parse().expect("a format's name");
+            let mut case = Case::new(heads, dim, kv_lens, format);
+            case.problem.q_lens = q_lens.to_vec();
+            (case.build, case.page_size) = (Build::AtOnce, page_size);
+            case
+        })
+        .collect();
+    let mut not_causal = all[4].clone();
+    not_causal.problem.scores.causal = false;
+    not_causal.problem.q_lens = vec![3, 1];
+    all.push(not_causal);
+    for (i, case) in all.iter_mut().enumerate() {
+        case.seed = i as u64;
     }
     all
 }

@@ -169,6 +169,18 @@ class Plan:
         """Entries of a row of `residual_pages` where steps have up to `q_len` query tokens of a sequence; 0 for formats without a window."""
         return self._plan.residual_slots(count("q_len", q_len))
 
+    @property
+    def first_residual_pages(self) -> int:
+        """Pages of each sequence whose residual pages are kept for good: those of its first 64 tokens. 0 for formats without a window."""
+        return self._plan.first_residual_pages
+
+    def residual_slot(self, page: Any, slots: int) -> Any:
+        """Where a row of `slots` entries has the residual page of page `page` of its sequence, an int or a tensor of them: the first pages have entries of
+        their own, the last ones share those behind."""
+        first = self.first_residual_pages
+        of_last = first + page % (slots - first)
+        return torch.where(page < first, page, of_last) if isinstance(page, torch.Tensor) else page if page < first else of_last
+
     def new_pool(self, pages: int) -> torch.Tensor:
         """An empty pool: uint8 `[pages, page_bytes]`."""
         return torch.zeros(count("pages", pages), self.page_bytes, dtype=torch.uint8, device=self.device)
@@ -215,7 +227,7 @@ class Plan:
         Args:
             k, v: `[tokens, KV heads, dim]`, float32, float16 or bfloat16; tokens may lie apart. Those of a sequence lie side by side, in order.
             slots: int64 `[tokens]`, page · page_size + token of the page; negative: skipped.
-            residual_pages: int32 `[tokens]` for formats with a window, -1 for none.
+            residual_pages: int32 `[tokens]` for formats with a window, -1 for none, as for pages that are neither one of the first nor of the last of a sequence.
             rotary: K and queries are before RoPE, and rotated here, in 32 bits; for a plan with `rotary=True`.
         """
         if rotary is None:
@@ -253,7 +265,7 @@ class Plan:
             q: `[query tokens, heads, dim]`, contiguous.
             page_table: int32 `[sequences, pages]`.
             kv_lens: int32 `[sequences]`; counts the tokens of the step.
-            residual_pages: int32 `[sequences, residual_slots]` for formats with a window: that of page i at i % residual_slots.
+            residual_pages: int32 `[sequences, residual_slots]` for formats with a window: that of page i at `residual_slot(i, residual_slots)`.
 
         Returns:
             The results, of q's shape and type, and float32 log-sum-exps `[query tokens, heads]`.
@@ -268,6 +280,7 @@ class Plan:
         kv_lens: torch.Tensor,
         tokens_after: Optional[torch.Tensor] = None,
         residual_pages: Optional[torch.Tensor] = None,
+        tokens_before: Optional[torch.Tensor] = None,
     ) -> Tuple[torch.Tensor, torch.Tensor]:
         """Attends shards of the sequences, for a plan with `spans=True`: runs of whole spans of 1024 tokens, but for the last shard. What all shards
         leave, one behind the other (`torch.cat`), is what `merge_spans` gives the bits of one GPU over all tokens.
@@ -275,6 +288,7 @@ class Plan:
         Args:
             kv_lens: int32 `[sequences]`: tokens of this shard.
             tokens_after: int32 `[sequences]`: tokens that follow in other shards; queries are the last tokens of all. None for the last shard.
+            tokens_before: int32 `[sequences]`: tokens that lie in shards ahead, multiples of 1024. None for the first shard.
             q, pool, page_table, residual_pages: as for `attend`.
 
         Returns:
@@ -286,7 +300,7 @@ class Plan:
         o = torch.empty((self._plan.spans, *q.shape), **like)
         with torch.cuda.device(self.device):
             pages = self._pages(pool, page_table, kv_lens, residual_pages)
-            spans = _arguments(max_sums=max_sums, o=o, tokens_after=tokens_after)
+            spans = _arguments(max_sums=max_sums, o=o, tokens_before=tokens_before, tokens_after=tokens_after)
             self._plan.attend_spans(pages, self._arrays(q, None, None), spans, self._stream())
         return max_sums, o
 
