@@ -32,6 +32,8 @@ pub struct Attend<'a> {
     pub sequences: &'a [usize],
     /// The query tokens of each sequence; none for one each.
     pub q_lens: Option<&'a [usize]>,
+    /// Of shards, the tokens of each sequence that lie in shards ahead ([`Problem::tokens_before`]); else empty.
+    pub tokens_before: &'a [usize],
     /// Of shards, the tokens of each sequence that follow in other shards ([`Problem::tokens_after`]); else empty.
     pub tokens_after: &'a [usize],
     /// What changes scores.
@@ -47,6 +49,7 @@ impl<'a> Attend<'a> {
             q_heads,
             sequences,
             q_lens: None,
+            tokens_before: &[],
             tokens_after: &[],
             scores: ScoreModifiers::default(),
         }
@@ -77,6 +80,7 @@ impl<'a> Attend<'a> {
             problem = problem.q_lens(q_lens);
         }
         let problem = problem
+            .tokens_before(self.tokens_before)
             .tokens_after(self.tokens_after)
             .scores(self.scores.clone());
         chosen.check_problem(&problem)?;

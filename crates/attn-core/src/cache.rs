@@ -115,6 +115,7 @@ impl KvCache {
                 residual_pages: filled("the table of residual pages", n, Vec::new())?,
                 lens: filled("the lengths", n, 0)?,
                 first_tokens: filled("the first tokens", n, 0)?,
+                first_residual_pages: config.format.first_residual_pages(config.page_size),
             },
             pages: PageAllocator::new(config.num_pages)?,
             layout,
@@ -170,9 +171,9 @@ impl KvCache {
         let CacheConfig {
             format, page_size, ..
         } = self.config;
-        let lens = problem.q_lens.iter().zip(&table.lens).enumerate();
-        for (b, (&q_len, &kv_len)) in lens.filter(|(_, (q_len, _))| **q_len > 0) {
-            let all = kv_len.saturating_add(problem.after(b));
+        let lens = problem.q_lens.iter().enumerate();
+        for (b, &q_len) in lens.filter(|(_, q_len)| **q_len > 0) {
+            let all = problem.all_tokens(b);
             let seen = problem.first_seen(q_len, all);
             if seen < table.first_tokens[b] {
                 return Err(Error::Dropped {
@@ -185,7 +186,7 @@ impl KvCache {
             if format.window() == Window::None {
                 continue;
             }
-            let kept = table.pages[b].len() - table.residual_pages[b].len();
+            let kept = first_fine_page(table, b);
             let has_residuals =
                 |q_len| problem.first_residual_read(format, q_len, all) / page_size >= kept;
             if !has_residuals(q_len) {
@@ -234,12 +235,9 @@ impl KvCache {
             );
         }
         self.check_empty("a fork", to)?;
-        let first_home = self.table.first_tokens[from] / self.config.page_size;
-        for &page in self.table.pages[from][first_home..]
-            .iter()
-            .chain(&self.table.residual_pages[from])
-        {
-            self.pages.share(page);
+        let (homes, residuals) = (&self.table.pages[from], &self.table.residual_pages[from]);
+        for page in homes.iter().chain(residuals).filter(|page| is_kept(page)) {
+            self.pages.share(*page);
         }
         self.table.pages[to] = self.table.pages[from].clone();
         self.table.residual_pages[to] = self.table.residual_pages[from].clone();
@@ -274,13 +272,14 @@ impl KvCache {
     /// ```
     pub fn truncate(&mut self, sequence: usize, len: usize) -> Result<(), Error> {
         self.check_truncate(sequence, len)?;
-        let held = self.pages_without_residuals(sequence);
         let dropped = self.table.first_tokens[sequence];
         let kept = len.div_ceil(self.config.page_size);
-        let residuals = self.table.residual_pages[sequence].split_off(kept.saturating_sub(held));
+        let of_first = kept.min(self.table.first_held(sequence));
+        let of_last = kept.saturating_sub(self.table.first_of_last(sequence));
+        let residuals = self.table.residual_pages[sequence].split_off(of_first + of_last);
         let pages = self.table.pages[sequence].split_off(kept);
         // The last page that was taken is the first to be taken again.
-        let taken = pages.into_iter().filter(is_kept).chain(residuals);
+        let taken = pages.into_iter().chain(residuals).filter(is_kept);
         for page in taken.rev() {
             self.pages.release(page);
         }
@@ -297,12 +296,13 @@ impl KvCache {
         self.check_sequence(sequence)?;
         self.check_settled("a truncation", sequence)?;
         self.check_inside("the number of tokens to keep", sequence, len)?;
-        let (least, limit) = self.least_truncation(sequence);
-        if 0 < len && len < least {
+        let (short, least, limit) = self.truncations(sequence);
+        if short < len && len < least {
             return Err(Error::Truncate {
                 sequence,
                 tokens: self.table.lens[sequence],
                 given: len,
+                short,
                 least,
                 limit,
             });
@@ -310,15 +310,23 @@ impl KvCache {
         Ok(())
     }
 
-    /// The fewest tokens, above 0, that [`KvCache::truncate`] can leave a sequence, and what stands against fewer.
-    fn least_truncation(&self, sequence: usize) -> (usize, TruncateLimit) {
+    /// What [`KvCache::truncate`] can leave a sequence: so many tokens at most, or so many at least; and what stands against the others.
+    fn truncations(&self, sequence: usize) -> (usize, usize, TruncateLimit) {
+        let CacheConfig {
+            format, page_size, ..
+        } = self.config;
         let dropped = self.table.first_tokens[sequence];
-        let first_residual = self.pages_without_residuals(sequence) * self.config.page_size;
-        if self.config.format.window() == Window::None || first_residual <= dropped {
-            return (dropped, TruncateLimit::Dropped);
+        let first_fine = first_fine_page(&self.table, sequence) * page_size;
+        if format.window() == Window::None || first_fine <= dropped {
+            return (0, dropped, TruncateLimit::Dropped);
         }
-        let least = self.config.format.first_position_with(first_residual);
-        (least.max(dropped), TruncateLimit::Residuals)
+        // A sequence that ends in its first pages has all of its residuals, unless they were dropped.
+        let short = match dropped {
+            0 => self.table.first_residual_pages * page_size,
+            _ => 0,
+        };
+        let least = format.first_position_with(first_fine);
+        (short, least.max(dropped), TruncateLimit::Residuals)
     }
 
     /// Refuses a number of tokens that a sequence does not have.
@@ -347,11 +355,6 @@ impl KvCache {
         }
     }
 
-    /// Home pages of a sequence in front of those that have residuals.
-    fn pages_without_residuals(&self, sequence: usize) -> usize {
-        self.table.pages[sequence].len() - self.table.residual_pages[sequence].len()
-    }
-
     /// Empties a sequence and returns its pages.
     ///
     /// # Errors
@@ -363,8 +366,8 @@ impl KvCache {
         let residuals = std::mem::take(&mut self.table.residual_pages[sequence]);
         pages
             .into_iter()
-            .filter(is_kept)
             .chain(residuals)
+            .filter(is_kept)
             .for_each(|page| self.pages.release(page));
         self.table.lens[sequence] = 0;
         self.table.first_tokens[sequence] = 0;
@@ -372,7 +375,15 @@ impl KvCache {
     }
 }
 
-/// Whether a home page's entry is a page of the pool.
+/// The home page of a sequence from which on all have residuals: 0 where no page between the first ones and the last ones lacks them.
+fn first_fine_page(table: &PageTable, sequence: usize) -> usize {
+    match table.first_of_last(sequence) {
+        first if first <= table.first_residual_pages => 0,
+        first => first,
+    }
+}
+
+/// Whether an entry of the table is a page of the pool.
 fn is_kept(page: &u32) -> bool {
     *page != PageTable::DROPPED
 }

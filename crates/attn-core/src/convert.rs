@@ -42,6 +42,7 @@ use crate::{
     error::{Error, filled, refuse, reserve},
     format::Scheme,
     layout::PageLayout,
+    page_bytes::SequencePages,
     quant::{self, Param},
     rotation::rotate_back,
     segments::TILE,
@@ -252,31 +253,27 @@ fn get(
     (codes.collect(), params.collect())
 }
 
-/// The row of one token of one head, as it was before it was rotated: with residuals where the sequence's next token would read them.
+/// The row of token `t` of its page, of one head, as it was before it was rotated: with the residuals of a residual page, if there is one to read.
 fn row(
     layout: &PageLayout,
     side: Side,
-    pages: &[Vec<u8>],
-    (head, t, tokens): (usize, usize, usize),
+    (home, residuals): (&[u8], Option<&[u8]>),
+    (head, t): (usize, usize),
     tensor_scale: f32,
 ) -> Vec<f32> {
-    let (page_size, scheme) = (layout.page_size(), layout.part(side).scheme);
-    let (home, page) = (tokens.div_ceil(page_size), t / page_size);
-    let (codes, params) = get(layout, side, &pages[page], head, t % page_size);
-    let first = home - (pages.len() - home);
-    let is_fine = tokens.saturating_sub(1) / TILE < t / TILE + scheme.window().tiles();
-    let residuals = layout.residual(side).filter(|_| is_fine && page >= first);
+    let scheme = layout.part(side).scheme;
+    let (codes, params) = get(layout, side, home, head, t);
     let width = layout.head_dim() / params.len();
-    let mut row: Vec<f32> = match residuals {
+    let mut row: Vec<f32> = match layout.residual(side).zip(residuals) {
         None => {
             let values = codes.iter().enumerate();
             values
                 .map(|(d, &c)| quant::decode(scheme, c, params[d / width], tensor_scale))
                 .collect()
         }
-        Some(part) => {
-            let run = &pages[home + page - first][layout.run(0, head)];
-            let residual = |d| part.load_code(run, t % page_size, d);
+        Some((part, page)) => {
+            let run = &page[layout.run(0, head)];
+            let residual = |d| part.load_code(run, t, d);
             let values = codes.iter().enumerate();
             values
                 .map(|(d, &u)| quant::half_step_value(u, residual(d), params[d / width].scale))
@@ -334,7 +331,8 @@ pub fn export(
     Ok(exported)
 }
 
-/// Values of pages, as [`KvCache::read_back`](crate::KvCache::read_back) gives them: K and V, each `[tokens, num_kv_heads, head_dim]`.
+/// Values of pages, as [`KvCache::read_back`](crate::KvCache::read_back) gives them: K and V, each `[tokens, num_kv_heads, head_dim]`, with residuals
+/// where the sequence's newest token reads them: those of the first tile, and of the window.
 ///
 /// # Errors
 /// [`Error::Length`], [`Error::BadBytes`] for damaged pages; those of [`Scheme::check_scales`] for scales that no cache has; [`Error::OutOfMemory`].
@@ -350,15 +348,21 @@ pub fn dequantize(
         .format()
         .check_scales(scales, layout.num_kv_heads())?;
     layout.check_pages(pages, tokens)?;
-    let heads = layout.num_kv_heads();
+    let held = SequencePages::of_lists(*layout, tokens, pages)?;
+    let (heads, page_size) = (layout.num_kv_heads(), layout.page_size());
+    let newest = tokens.saturating_sub(1) / TILE;
     let side = |side: Side, scales: &[f32]| -> Result<Vec<f32>, Error> {
         let mut x = Vec::new();
         let elements = tokens * heads * layout.head_dim();
         reserve("dequantized rows", &mut x, elements)?;
         for t in 0..tokens {
+            let is_fine = layout.part(side).scheme.reads_fine(t / TILE, newest, 0);
+            let (page, t) = (t / page_size, t % page_size);
+            let residuals = held.residual_of(page).filter(|_| is_fine);
+            let page = (&pages[page][..], residuals.map(|i| &pages[i][..]));
             for head in 0..heads {
                 let scale = scales.get(head).copied().unwrap_or(1.0);
-                x.extend(row(layout, side, pages, (head, t, tokens), scale));
+                x.extend(row(layout, side, page, (head, t), scale));
             }
         }
         Ok(x)

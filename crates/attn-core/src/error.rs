@@ -7,8 +7,8 @@ mod truncate_limit;
 mod unsupported;
 
 use crate::format::{KvFormat, Scheme};
-use given::Count;
 pub(crate) use given::Many;
+use given::{Count, OrFewer};
 pub use given::{ElementIndex, Given};
 pub use truncate_limit::TruncateLimit;
 pub use unsupported::Unsupported;
@@ -297,8 +297,9 @@ pub enum Error {
     },
     /// A truncation to fewer tokens than the sequence can go back to.
     #[error(
-        "sequence {sequence} has {tokens} tokens and can be truncated to {least} or more, or to 0, but not to {given}: {limit}. To go back further, fork a sequence \
-         while it is short, or free this one and append its tokens again"
+        "sequence {sequence} has {tokens} tokens and can be truncated to {least} or more, or to {}, but not to {given}: {limit}. To go back further, fork a sequence \
+         while it is short, or free this one and append its tokens again",
+        OrFewer(*short)
     )]
     Truncate {
         /// The sequence.
@@ -307,7 +308,9 @@ pub enum Error {
         tokens: usize,
         /// The tokens that were to be kept.
         given: usize,
-        /// The fewest tokens, above 0, that can be kept.
+        /// As few tokens as this, or fewer, can be kept: those whose residuals the sequence keeps for good, or 0.
+        short: usize,
+        /// The fewest tokens, above `short`, that can be kept.
         least: usize,
         /// What stands against fewer.
         limit: TruncateLimit,

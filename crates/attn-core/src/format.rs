@@ -24,7 +24,7 @@ pub enum Int8Scale {
     Tensor,
 }
 
-/// Tiles of 64 tokens that a row reads with residuals: its own and those before it.
+/// Tiles of 64 tokens that a row reads with residuals, beside the sequence's first: its own and those before it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Window {
     /// None: no residuals are kept.
@@ -174,6 +174,16 @@ impl Scheme {
         match self {
             Scheme::RotatedInt4 { window, .. } => window,
             _ => Window::None,
+        }
+    }
+
+    /// Whether a row reads a tile with residuals (`docs/arithmetic.md`, section 4): the sequence's first tile, and those of the window. Tiles are counted
+    /// from the first cached token, `row_tile` is that of the row's position, and `tokens_before` tokens lie in shards ahead.
+    #[must_use]
+    pub fn reads_fine(self, tile: usize, row_tile: usize, tokens_before: usize) -> bool {
+        match self.window() {
+            Window::None => false,
+            window => (tile == 0 && tokens_before == 0) || row_tile < tile + window.tiles(),
         }
     }
 
@@ -340,9 +350,24 @@ impl KvFormat {
         if k.tiles() < v.tiles() { v } else { k }
     }
 
+    /// Home pages that hold a sequence's first tile, whose residuals a sequence keeps for good; 0 for a format without a window.
+    #[must_use]
+    pub fn first_residual_pages(self, page_size: usize) -> usize {
+        match self.window() {
+            Window::None => 0,
+            _ => TILE.div_ceil(page_size.max(1)),
+        }
+    }
+
     /// Most residual pages that a sequence owns where a step has up to `max_q_len` query tokens of a sequence.
     #[must_use]
     pub fn max_residual_pages(self, page_size: usize, max_q_len: usize) -> usize {
+        let last = self.max_last_residual_pages(page_size, max_q_len);
+        last.saturating_add(self.first_residual_pages(page_size))
+    }
+
+    /// Most last home pages whose residuals a sequence keeps.
+    fn max_last_residual_pages(self, page_size: usize, max_q_len: usize) -> usize {
         let (window, page_size) = (self.window(), page_size.max(1));
         let kept = window.kept_pages(page_size);
         if window == Window::None || max_q_len <= TILE {
@@ -352,32 +377,56 @@ impl KvFormat {
         kept.max(read.div_ceil(page_size).saturating_add(1))
     }
 
-    /// Slots of a table that device kernels look residual pages up in: that of home page i stands in slot `i % slots`. A power of two, or 0.
+    /// Slots of a table that device kernels look residual pages up in ([`KvFormat::residual_slot`]): one for each of the first pages
+    /// ([`KvFormat::first_residual_pages`]), then a ring for the last ones, whose length is a power of two. 0 for a format without a window.
     #[must_use]
     pub fn residual_slots(self, page_size: usize, max_q_len: usize) -> usize {
-        match self.max_residual_pages(page_size, max_q_len) {
+        match self.max_last_residual_pages(page_size, max_q_len) {
             0 => 0,
-            pages => pages.checked_next_power_of_two().unwrap_or(usize::MAX),
+            pages => pages
+                .checked_next_power_of_two()
+                .and_then(|ring| ring.checked_add(self.first_residual_pages(page_size)))
+                .unwrap_or(usize::MAX),
         }
     }
 
-    /// Residual pages that a sequence of `kv_len` tokens owns when its last `q_len` tokens are to be queries of one step, or drafts to take back.
+    /// The slot of home page `page`'s residual page among `slots` ([`KvFormat::residual_slots`]).
+    ///
+    /// # Panics
+    /// If the slots have no ring, and `page` is none of the first pages.
+    #[must_use]
+    pub fn residual_slot(self, page_size: usize, slots: usize, page: usize) -> usize {
+        residual_slot(self.first_residual_pages(page_size), slots, page)
+            .expect("residual_slots has room for a ring")
+    }
+
+    /// Residual pages that a sequence of `kv_len` tokens owns when its last `q_len` tokens are to be queries of one step, or drafts to take back: those of
+    /// its first and of its last home pages, each once.
     #[must_use]
     pub fn residual_pages(self, page_size: usize, kv_len: usize, q_len: usize) -> usize {
         let (window, page_size) = (self.window(), page_size.max(1));
         let pages = kv_len.div_ceil(page_size);
         let before = kv_len.saturating_sub(q_len);
-        self.saved_pages_from(page_size, before, pages)
-            .max(window.kept_pages(page_size))
-            .min(pages)
+        let last = self
+            .saved_pages_from(page_size, before, pages)
+            .max(window.kept_pages(page_size));
+        self.with_first_pages(page_size, pages, last)
     }
 
-    /// Residual pages that belong to a sequence of `kv_len` tokens outside of its cache: those that the newest 64 tokens read as queries, or that are
-    /// read after these have been taken back.
+    /// Residual pages that belong to a sequence of `kv_len` tokens outside of its cache: those of its first tile, and those that the newest 64 tokens
+    /// read as queries, or that are read after these have been taken back.
     #[must_use]
     pub fn saved_residual_pages(self, page_size: usize, kv_len: usize) -> usize {
         let page_size = page_size.max(1);
-        self.saved_pages_from(page_size, kv_len, kv_len.div_ceil(page_size))
+        let pages = kv_len.div_ceil(page_size);
+        let last = self.saved_pages_from(page_size, kv_len, pages);
+        self.with_first_pages(page_size, pages, last)
+    }
+
+    /// Of `pages` home pages the number of those that are among the `last` last ones or hold the first tile.
+    fn with_first_pages(self, page_size: usize, pages: usize, last: usize) -> usize {
+        let first = self.first_residual_pages(page_size).min(pages);
+        first + last.min(pages - first)
     }
 
     /// Of `pages` home pages the last ones that hold residuals which belong to the first `kv_len` tokens outside of a cache.
@@ -396,17 +445,19 @@ impl KvFormat {
             return 0;
         }
         let (page_size, first) = (page_size.max(1), self.first_residual_token(kv_len));
-        kv_len.div_ceil(page_size).saturating_sub(first / page_size)
+        let pages = kv_len.div_ceil(page_size);
+        let last = pages.saturating_sub(first / page_size);
+        self.with_first_pages(page_size, pages, last)
     }
 
-    /// The first token that a row at `position` reads with residuals.
+    /// The first token of the window that a row at `position` reads with residuals; it reads the sequence's first tile so, too.
     #[must_use]
     pub fn first_residual_token(self, position: usize) -> usize {
         let tile = (position / TILE + 1).saturating_sub(self.window().tiles());
         tile.saturating_mul(TILE)
     }
 
-    /// The first position whose row reads residuals of no token before `first`.
+    /// The first position whose window has no token before `first`.
     pub(crate) fn first_position_with(self, first: usize) -> usize {
         (first.div_ceil(TILE) + self.window().tiles()).saturating_sub(1) * TILE
     }
@@ -419,6 +470,15 @@ impl KvFormat {
         self.k.check(head_dim)?;
         self.v.check(head_dim)
     }
+}
+
+/// The slot of home page `page`'s residual page, where the first `first` pages have slots of their own and the others share a ring behind these.
+pub(crate) fn residual_slot(first: usize, slots: usize, page: usize) -> Option<usize> {
+    if page < first {
+        return (page < slots).then_some(page);
+    }
+    let ring = slots.saturating_sub(first);
+    Some(first + page.checked_rem(ring)?)
 }
 
 impl fmt::Display for KvFormat {

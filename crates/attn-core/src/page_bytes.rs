@@ -54,7 +54,7 @@ impl PageLayout {
     }
 }
 
-/// A sequence's pages behind each other: its home pages, of which the last may be open, then the residual pages of the last ones.
+/// A sequence's pages behind each other: its home pages, of which the last may be open, then the residual pages of its first tile and of the last ones.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct SequencePages {
     layout: PageLayout,
@@ -124,6 +124,22 @@ impl SequencePages {
         self.residuals
     }
 
+    /// Which of the pages has the residuals of home page `home`, if one does.
+    pub fn residual_of(&self, home: usize) -> Option<usize> {
+        (self.home..self.count()).find(|i| self.home_of(*i) == home)
+    }
+
+    /// The home page that the i-th page is, or whose residuals it has.
+    fn home_of(&self, i: usize) -> usize {
+        let format = self.layout.format();
+        let first = format.first_residual_pages(self.layout.page_size());
+        match i.checked_sub(self.home) {
+            None => i,
+            Some(residual) if residual < first => residual,
+            Some(_) => i - self.residuals,
+        }
+    }
+
     /// Number of pages.
     pub fn count(&self) -> usize {
         self.home + self.residuals
@@ -131,10 +147,9 @@ impl SequencePages {
 
     /// The number of written tokens of the i-th page, and whether it holds residuals.
     fn used(&self, i: usize) -> (usize, bool) {
-        let is_residual = i >= self.home;
-        let home = if is_residual { i - self.residuals } else { i };
-        let page_size = self.layout.page_size();
-        ((self.tokens - home * page_size).min(page_size), is_residual)
+        let (home, page_size) = (self.home_of(i), self.layout.page_size());
+        let tokens = (self.tokens - home * page_size).min(page_size);
+        (tokens, i >= self.home)
     }
 
     /// Zeroes what the tokens leave unwritten; `bytes` are the pages, each of a page's length.

@@ -82,6 +82,9 @@ pub struct Problem {
     pub q_lens: Vec<usize>,
     /// Cached tokens of each sequence, 0..=1 Mi.
     pub kv_lens: Vec<usize>,
+    /// Tokens of each sequence that lie ahead of the cached ones, in other shards of it: multiples of [`SPAN_TOKENS`]; empty for none. Positions do not
+    /// count them.
+    pub tokens_before: Vec<usize>,
     /// Tokens of each sequence that follow the cached ones, in other shards of it; empty for none. Positions count them: query tokens are the last
     /// ones of cached and following tokens together.
     pub tokens_after: Vec<usize>,
@@ -113,6 +116,7 @@ impl Problem {
             head_dim: heads.dim,
             q_lens: vec![1; kv_lens.len()],
             kv_lens,
+            tokens_before: Vec::new(),
             tokens_after: Vec::new(),
             scores: ScoreModifiers::default(),
         }
@@ -129,6 +133,25 @@ impl Problem {
     #[must_use]
     pub fn q_lens(mut self, q_lens: impl Into<Vec<usize>>) -> Self {
         self.q_lens = q_lens.into();
+        self
+    }
+
+    /// Sets the tokens of each sequence that lie in shards ahead of the cached ones: whole spans of [`SPAN_TOKENS`] tokens. The first tile of a shard
+    /// that is not the sequence's first is then read as any other.
+    ///
+    /// ```
+    /// use attn_core::{Heads, Problem};
+    ///
+    /// // The last 452 tokens of 2500.
+    /// let problem = Problem::new(Heads { q: 4, kv: 1, dim: 64 }, [452]).tokens_before([2048]);
+    /// problem.check()?;
+    /// assert_eq!((problem.position(0, 0), problem.reads_first_tile(0)), (451, false));
+    /// assert!(problem.tokens_before([100]).check().is_err());
+    /// # Ok::<(), attn_core::Error>(())
+    /// ```
+    #[must_use]
+    pub fn tokens_before(mut self, tokens: impl Into<Vec<usize>>) -> Self {
+        self.tokens_before = tokens.into();
         self
     }
 
@@ -321,7 +344,7 @@ impl Problem {
                 return refuse(what, *len, "0 to 1048576");
             }
         }
-        self.check_tokens_after()?;
+        self.check_other_shards()?;
         if self.elements() > MAX_ELEMENTS {
             return refuse(
                 "query tokens x num_q_heads x head_dim",
@@ -332,23 +355,36 @@ impl Problem {
         self.scores.check(self.num_q_heads)
     }
 
-    fn check_tokens_after(&self) -> Result<(), Error> {
-        if !self.tokens_after.is_empty() && self.tokens_after.len() != self.batch() {
-            return Err(Error::Length {
-                what: "tokens_after",
-                given: self.tokens_after.len(),
-                needed: self.batch(),
-            });
+    fn check_other_shards(&self) -> Result<(), Error> {
+        for (what, given) in [
+            ("tokens_before", self.tokens_before.len()),
+            ("tokens_after", self.tokens_after.len()),
+        ] {
+            let needed = self.batch();
+            if given != 0 && given != needed {
+                return Err(Error::Length {
+                    what,
+                    given,
+                    needed,
+                });
+            }
         }
-        let mut all = self.kv_lens.iter().zip(&self.tokens_after);
-        match all.find(|(len, after)| len.saturating_add(**after) > MAX_TOKENS) {
-            Some((_, after)) => refuse(
-                "tokens_after",
-                *after,
-                "0 to 1048576 tokens of a sequence, cached and following",
-            ),
-            None => Ok(()),
+        for b in 0..self.batch() {
+            let (before, after) = (self.before(b), self.after(b));
+            if !before.is_multiple_of(SPAN_TOKENS) {
+                let allowed = "multiples of 1024: shards ahead are of whole spans";
+                return refuse("tokens_before", before, allowed);
+            }
+            if self.all_tokens(b) > MAX_TOKENS {
+                let allowed = "0 to 1048576 tokens of a sequence, cached and following";
+                return refuse("tokens_after", after, allowed);
+            }
+            if before.saturating_add(self.all_tokens(b)) > MAX_TOKENS {
+                let allowed = "0 to 1048576 tokens of a sequence, ahead, cached and following";
+                return refuse("tokens_before", before, allowed);
+            }
         }
+        Ok(())
     }
 
     /// Refuses fewer spans than the longest sequence has tokens for, and more than any has.
@@ -370,17 +406,25 @@ impl Problem {
     /// For backends that take whole sequences alone.
     ///
     /// # Errors
-    /// [`Unsupported::NoKernel`] where tokens follow in other shards.
+    /// [`Unsupported::NoKernel`] where tokens lie ahead or follow in other shards.
     pub fn check_whole(&self, backend: &'static str) -> Result<(), Unsupported> {
-        match self.tokens_after.iter().find(|after| **after > 0) {
-            None => Ok(()),
-            Some(after) => Err(Unsupported::NoKernel {
-                backend,
-                what: format!("a shard, which {after} tokens follow in others"),
-                built: "whole sequences; the CPU backend and CUDA's prepare_spans take shards"
-                    .into(),
-            }),
+        let places = [
+            (&self.tokens_before, "lie ahead"),
+            (&self.tokens_after, "follow"),
+        ];
+        for (tokens, place) in places {
+            if let Some(tokens) = tokens.iter().find(|tokens| **tokens > 0) {
+                return Err(Unsupported::NoKernel {
+                    backend,
+                    what: format!(
+                        "a shard of a sequence, of which {tokens} tokens {place} in others"
+                    ),
+                    built: "whole sequences; the CPU backend and CUDA's prepare_spans take shards"
+                        .into(),
+                });
+            }
         }
+        Ok(())
     }
 
     /// For backends that take shards.

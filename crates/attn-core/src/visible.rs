@@ -14,9 +14,21 @@ impl Problem {
         signed(self.kv_lens[b]) + signed(self.after(b)) - signed(self.q_lens[b]) + signed(i)
     }
 
-    /// Tokens of sequence b that follow the cached ones.
-    pub(crate) fn after(&self, b: usize) -> usize {
+    /// Tokens of sequence b that lie ahead of the cached ones, in other shards.
+    #[must_use]
+    pub fn before(&self, b: usize) -> usize {
+        self.tokens_before.get(b).copied().unwrap_or(0)
+    }
+
+    /// Tokens of sequence b that follow the cached ones, in other shards.
+    #[must_use]
+    pub fn after(&self, b: usize) -> usize {
         self.tokens_after.get(b).copied().unwrap_or(0)
+    }
+
+    /// Cached and following tokens of sequence b: its query tokens are the last ones of these.
+    pub(crate) fn all_tokens(&self, b: usize) -> usize {
+        self.kv_lens[b].saturating_add(self.after(b))
     }
 
     /// The first token that any of the last `q_len` tokens, at least one, of a sequence of `kv_len` sees; 0 where some stand before the sequence.
@@ -32,7 +44,19 @@ impl Problem {
         self.first_seen(q_len, kv_len) / TILE * TILE
     }
 
-    /// For backends: the first token of the first tile that they read with residuals.
+    /// For backends: whether query tokens of sequence `b` see its first tile, which formats with a window then read with residuals, whatever their
+    /// positions are.
+    ///
+    /// # Panics
+    /// If the problem has no sequence `b`.
+    #[must_use]
+    pub fn reads_first_tile(&self, b: usize) -> bool {
+        let q_len = self.q_lens[b];
+        q_len > 0 && self.before(b) == 0 && self.first_seen_tile(q_len, self.all_tokens(b)) == 0
+    }
+
+    /// For backends: the first token of the first tile that they read with residuals for its place in the window; the sequence's first tile may
+    /// come beside it ([`Problem::reads_first_tile`]).
     #[must_use]
     pub fn first_residual_read(&self, format: KvFormat, q_len: usize, kv_len: usize) -> usize {
         let rows = if self.scores.causal { q_len } else { 1 };

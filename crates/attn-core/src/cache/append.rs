@@ -197,29 +197,39 @@ impl KvCache {
             .saturating_sub(self.table.pages[sequence].len())
     }
 
-    /// Indices of the home pages whose residuals a sequence keeps once it has `tokens` more; it lacks those past its last page.
-    pub(super) fn residual_indices(&self, sequence: usize, tokens: usize) -> Range<usize> {
+    /// Indices of the home pages whose residuals a sequence keeps once it has `tokens` more, in order: those of its first tile, then the last ones. It lacks
+    /// those past its last page.
+    pub(super) fn residual_indices(&self, sequence: usize, tokens: usize) -> [Range<usize>; 2] {
         let len = self.table.lens[sequence].saturating_add(tokens);
         let page_size = self.config.page_size;
         let end = len.div_ceil(page_size);
+        let first = self.table.first_residual_pages.min(end);
         let q_len = tokens.min(self.config.max_q_len);
         let kept = self.config.format.residual_pages(page_size, len, q_len);
-        end - kept..end
+        [0..first, end - (kept - first)..end]
     }
 
-    /// Number of residual pages that a sequence lacks for `tokens` more.
-    pub(super) fn new_residual_pages(&self, sequence: usize, tokens: usize) -> usize {
-        let kept = self.residual_indices(sequence, tokens);
+    /// Indices of the home pages for which a sequence takes residual pages with `tokens` more, in order.
+    pub(super) fn new_residual_indices(
+        &self,
+        sequence: usize,
+        tokens: usize,
+    ) -> impl Iterator<Item = usize> {
         let held = self.table.pages[sequence].len();
-        kept.end - held.clamp(kept.start, kept.end)
+        let lacking = move |kept: Range<usize>| kept.start.max(held)..kept.end;
+        let kept = self.residual_indices(sequence, tokens);
+        kept.into_iter().flat_map(lacking)
     }
 
     /// The residual pages that a sequence drops with `tokens` more; they are freed when the tokens are written.
-    fn dropped_residual_pages(&self, sequence: usize, tokens: usize) -> &[u32] {
-        let held = &self.table.residual_pages[sequence];
-        let first = self.table.pages[sequence].len() - held.len();
-        let start = self.residual_indices(sequence, tokens).start;
-        &held[..start.saturating_sub(first).min(held.len())]
+    pub(super) fn dropped_residual_pages(&self, sequence: usize, tokens: usize) -> &[u32] {
+        let first = self.table.first_held(sequence);
+        let last = &self.table.residual_pages[sequence][first..];
+        let [_, kept] = self.residual_indices(sequence, tokens);
+        let old = kept
+            .start
+            .saturating_sub(self.table.first_of_last(sequence));
+        &last[..old.min(last.len())]
     }
 
     /// The pages that an append has to copy because other sequences share them: the open page, and its residual page if it is kept.
@@ -228,11 +238,12 @@ impl KvCache {
         sequence: usize,
         tokens: usize,
     ) -> impl Iterator<Item = u32> {
-        let residuals = &self.table.residual_pages[sequence];
-        let is_kept = self.dropped_residual_pages(sequence, tokens).len() < residuals.len();
-        let residual = residuals.last().copied().filter(|_| is_kept);
         let home = self.shared_open_page(sequence);
-        home.into_iter().chain(residual.filter(|_| home.is_some()))
+        let open = self.table.pages[sequence].len().saturating_sub(1);
+        let mut kept = self.residual_indices(sequence, tokens).into_iter();
+        let is_kept = home.is_some() && kept.any(|kept| kept.contains(&open));
+        let residual = self.table.residual_page(sequence, open);
+        home.into_iter().chain(residual.filter(|_| is_kept))
     }
 
     /// What appends take, by the table; refuses those to missing or repeated sequences, and those beyond the most tokens of a sequence.
@@ -247,7 +258,7 @@ impl KvCache {
                 continue;
             }
             let pages = self.new_pages(sequence, tokens)
-                + self.new_residual_pages(sequence, tokens)
+                + self.new_residual_indices(sequence, tokens).count()
                 + self.pages_to_copy(sequence, tokens).count();
             room.needed = room.needed.saturating_add(pages);
             room.tokens = room.tokens.saturating_add(tokens);

@@ -1,6 +1,6 @@
 //! Frees the pages of tokens that no window sees any more: [`KvCache::drop_before`].
 
-use super::{KvCache, PageTable};
+use super::{KvCache, PageTable, is_kept};
 use crate::{error::Error, segments::TILE};
 
 impl KvCache {
@@ -44,13 +44,19 @@ impl KvCache {
             return Ok(());
         }
         let (from, to) = (dropped / page_size, first / page_size);
-        let pages = &mut self.table.pages[sequence];
+        let of_first = self.table.first_held(sequence);
+        let of_last = to.saturating_sub(self.table.first_of_last(sequence));
         let residuals = &mut self.table.residual_pages[sequence];
-        let has_residuals = pages.len() - residuals.len();
-        let old = residuals.drain(..to.saturating_sub(has_residuals));
-        let homes = pages[from..to].iter_mut();
-        let freed = homes.map(|page| std::mem::replace(page, PageTable::DROPPED));
-        for page in freed.chain(old) {
+        let old = residuals
+            .drain(of_first..of_first + of_last)
+            .collect::<Vec<_>>();
+        // What is dropped is whole tiles and pages, so that all pages of the first tile go at once.
+        let of_first = residuals[..of_first].iter_mut();
+        let homes = self.table.pages[sequence][from..to].iter_mut();
+        let freed = homes
+            .chain(of_first)
+            .map(|page| std::mem::replace(page, PageTable::DROPPED));
+        for page in freed.chain(old).filter(is_kept) {
             self.pages.release(page);
         }
         self.table.first_tokens[sequence] = first;

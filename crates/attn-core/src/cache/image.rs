@@ -15,7 +15,7 @@ use crate::{
 const MAGIC: &[u8; 8] = b"attn-seq";
 
 /// The version of the header and of the pages' bytes.
-const VERSION: u32 = 1;
+const VERSION: u32 = 2;
 
 /// Where the checksum lies in the header.
 const CHECKSUM: usize = 16;
@@ -214,7 +214,7 @@ impl Description {
             return refuse(
                 "the version of a sequence's image",
                 version,
-                "1; save the sequence with this version of the library",
+                "2, whose pages have the residuals of the first tile; save the sequence with this version of the library",
             );
         }
         if image[RESERVED].iter().any(|byte| *byte != 0) {

@@ -2,7 +2,7 @@
 
 use crate::{
     error::{Error, refuse},
-    format::{KvFormat, Window},
+    format::{KvFormat, Window, residual_slot},
     problem::Problem,
 };
 
@@ -12,8 +12,11 @@ use crate::{
 pub struct PageTable {
     /// Home pages of each sequence, in token order; [`PageTable::DROPPED`] in place of those that [`KvCache::drop_before`](super::KvCache::drop_before) has freed.
     pub pages: Vec<Vec<u32>>,
-    /// Residual pages of each sequence: those of its last home pages, in the same order.
+    /// Residual pages of each sequence, in the order of their home pages: those of its first [`PageTable::first_residual_pages`] home pages, where it has so many,
+    /// [`PageTable::DROPPED`] in place of freed ones; then those of its last home pages, each once. [`PageTable::residual_page`] finds one.
     pub residual_pages: Vec<Vec<u32>>,
+    /// Home pages that hold a sequence's first tile and keep their residuals for good ([`KvFormat::first_residual_pages`]).
+    pub first_residual_pages: usize,
     /// Cached tokens of each sequence, dropped ones included.
     pub lens: Vec<usize>,
     /// The first token of each sequence that has not been dropped; whole pages, and whole tiles of 64 tokens, lie before it.
@@ -21,7 +24,7 @@ pub struct PageTable {
 }
 
 impl PageTable {
-    /// Stands for a home page that was freed: a page of no pool.
+    /// Stands for a page that was freed: a page of no pool.
     pub const DROPPED: u32 = u32::MAX;
 
     /// For backends whose kernels check no page: refuses a table by which these would read outside of a pool of `num_pages` pages. Sequence b of the problem is sequence b of
@@ -45,56 +48,123 @@ impl PageTable {
                 given: self.pages.len(),
             });
         }
-        let lens = problem.q_lens.iter().zip(&problem.kv_lens).enumerate();
-        for (b, (&q_len, &kv_len)) in lens {
+        for (b, kv_len) in problem.kv_lens.iter().enumerate() {
             let pages = kv_len.div_ceil(page_size);
-            // Sequences without query tokens are not read.
-            let (mut seen, mut residual) = (pages, pages);
-            if q_len > 0 {
-                let all = kv_len.saturating_add(problem.after(b));
-                seen = problem.first_seen_tile(q_len, all) / page_size;
-                if format.window() != Window::None {
-                    residual = problem.first_residual_read(format, q_len, all) / page_size;
-                }
-            }
-            let residuals = pages - residual.min(pages);
-            let (own, of_last) = (&self.pages[b], self.residuals(b));
-            for (what, given, needed) in [
-                ("pages of a sequence", own.len(), pages),
-                ("residual pages of a sequence", of_last.len(), residuals),
-            ] {
-                if given < needed {
-                    return Err(Error::Length {
-                        what,
-                        given,
-                        needed,
-                    });
-                }
-            }
-            let unseen = &own[..seen.min(own.len())];
-            let kept = unseen.iter().filter(|page| **page != Self::DROPPED);
-            let mut all = kept.chain(&own[unseen.len()..]).chain(of_last);
-            if let Some(page) = all.find(|page| **page as usize >= num_pages) {
-                let given = format_args!("{page} of {num_pages}");
-                return refuse("page", given, "a page of the pool, counted from 0");
-            }
+            self.check_home(problem, b, [page_size, pages, num_pages])?;
+            self.check_residuals(problem, b, format, [page_size, pages, num_pages])?;
         }
         Ok(())
     }
 
-    /// For backends whose kernels look residual pages up in slots ([`CacheConfig::residual_slots`](crate::CacheConfig::residual_slots)): enters those of sequence `b`, that of home page i in slot
-    /// `i % slots.len()`. Other slots stay as they are.
+    /// The home pages of a sequence of `pages`: enough of them, and those of the pool, but for dropped ones before the first that is seen.
+    fn check_home(
+        &self,
+        problem: &Problem,
+        b: usize,
+        [page_size, pages, num_pages]: [usize; 3],
+    ) -> Result<(), Error> {
+        let own = &self.pages[b];
+        check_count("pages of a sequence", own.len(), pages)?;
+        // Sequences without query tokens are not read.
+        let seen = match problem.q_lens[b] {
+            0 => pages,
+            q_len => problem.first_seen_tile(q_len, problem.all_tokens(b)) / page_size,
+        };
+        let (unseen, read) = own.split_at(seen.min(own.len()));
+        let kept = unseen.iter().filter(|page| **page != Self::DROPPED);
+        check_pool(kept.chain(read), num_pages)
+    }
+
+    /// The residual pages of a sequence of `pages` home pages: those that its query tokens read, all of them of the pool.
+    fn check_residuals(
+        &self,
+        problem: &Problem,
+        b: usize,
+        format: KvFormat,
+        [page_size, pages, num_pages]: [usize; 3],
+    ) -> Result<(), Error> {
+        let (q_len, own) = (problem.q_lens[b], self.residuals(b));
+        let (mut first, mut last) = (0, pages);
+        if q_len > 0 && format.window() != Window::None {
+            if problem.reads_first_tile(b) {
+                first = format.first_residual_pages(page_size).min(pages);
+            }
+            let all = problem.all_tokens(b);
+            last = problem.first_residual_read(format, q_len, all) / page_size;
+        }
+        let read = (0..first).chain(last.max(first)..pages);
+        let held = read.clone().filter(|i| self.residual_page(b, *i).is_some());
+        check_count("residual pages of a sequence", held.count(), read.count())?;
+        check_pool(own.iter().filter(|page| **page != Self::DROPPED), num_pages)
+    }
+
+    /// The residual page of home page `i` of sequence `b`, if the sequence has it.
+    #[must_use]
+    pub fn residual_page(&self, b: usize, i: usize) -> Option<u32> {
+        let (own, held) = (self.residuals(b), self.pages.get(b).map_or(0, Vec::len));
+        let at = match i < self.first_residual_pages {
+            true => i,
+            false => i.checked_sub(self.first_of_last(b))? + self.first_residual_pages,
+        };
+        let page = own.get(at).filter(|_| i < held);
+        page.copied().filter(|page| *page != Self::DROPPED)
+    }
+
+    /// Of sequence `b` the first of the last home pages that have residual pages: none before it has, but for the first ones
+    /// ([`PageTable::first_residual_pages`]).
+    pub(crate) fn first_of_last(&self, b: usize) -> usize {
+        let pages = self.pages.get(b).map_or(0, Vec::len);
+        let last = self.residuals(b).len() - self.first_held(b);
+        pages.saturating_sub(last)
+    }
+
+    /// Residual pages of sequence `b` at the front of its list, those of its first home pages.
+    pub(crate) fn first_held(&self, b: usize) -> usize {
+        self.residuals(b).len().min(self.first_residual_pages)
+    }
+
+    /// For backends whose kernels look residual pages up in slots ([`CacheConfig::residual_slots`](crate::CacheConfig::residual_slots)): enters those of sequence `b`, each in the slot of its home
+    /// page ([`KvFormat::residual_slot`]). Other slots stay as they are.
     pub fn fill_residual_slots(&self, b: usize, slots: &mut [u32]) {
-        let (ring, pages) = (slots.len(), self.pages.get(b).map_or(0, Vec::len));
-        let newest = (0..pages).rev().zip(self.residuals(b).iter().rev());
-        for (i, page) in newest.take(ring) {
-            slots[i % ring] = *page;
+        let (first, pages) = (
+            self.first_residual_pages,
+            self.pages.get(b).map_or(0, Vec::len),
+        );
+        let ring = slots.len().saturating_sub(first);
+        let newest = self.first_of_last(b).max(pages.saturating_sub(ring))..pages;
+        for i in (0..first.min(pages)).chain(newest) {
+            let page = self.residual_page(b, i);
+            if let (Some(page), Some(slot)) = (page, residual_slot(first, slots.len(), i)) {
+                slots[slot] = page;
+            }
         }
     }
 
     /// The residual pages of a sequence: none in a table without any.
     fn residuals(&self, b: usize) -> &[u32] {
         self.residual_pages.get(b).map_or(&[], |pages| pages)
+    }
+}
+
+fn check_count(what: &'static str, given: usize, needed: usize) -> Result<(), Error> {
+    if given >= needed {
+        return Ok(());
+    }
+    Err(Error::Length {
+        what,
+        given,
+        needed,
+    })
+}
+
+fn check_pool<'a>(mut pages: impl Iterator<Item = &'a u32>, num_pages: usize) -> Result<(), Error> {
+    match pages.find(|page| **page as usize >= num_pages) {
+        None => Ok(()),
+        Some(page) => refuse(
+            "page",
+            format_args!("{page} of {num_pages}"),
+            "a page of the pool, counted from 0",
+        ),
     }
 }
 

@@ -1,8 +1,6 @@
 //! A model's step over all layers of a cache: [`KvCache::reserve`] takes pages and counts the tokens, [`KvCache::write`] writes them layer by layer, and
 //! [`KvCache::cancel_step`] takes all of it back.
 
-use std::ops::Range;
-
 use super::{Append, CacheAccess, KvCache, PageStore, TokenWrite, append::Admitted};
 use crate::{
     error::{Error, Many, filled},
@@ -374,7 +372,7 @@ impl KvCache {
                 let page = take(self)?;
                 reserved[at].pages.push(page);
             }
-            for _ in 0..self.new_residual_pages(sequence, tokens) {
+            for _ in 0..self.new_residual_indices(sequence, tokens).count() {
                 let page = take(self)?;
                 reserved[at].residual_pages.push(page);
             }
@@ -410,7 +408,8 @@ impl KvCache {
 
     /// Enters a sequence's pages and length into the table.
     fn enter(&mut self, r: Reservation) -> Grown {
-        let kept = self.residual_indices(r.sequence, r.tokens).len();
+        let first = self.table.first_held(r.sequence);
+        let old = self.dropped_residual_pages(r.sequence, r.tokens).len();
         let (pages, residuals) = (
             &mut self.table.pages[r.sequence],
             &mut self.table.residual_pages[r.sequence],
@@ -419,11 +418,10 @@ impl KvCache {
         for &[from, to] in &r.copied {
             replace(pages.iter_mut().chain(residuals.iter_mut()), from, to);
         }
+        let dropped = residuals.drain(first..first + old).collect();
         pages.extend(&r.pages);
+        // A sequence that takes pages for its first tile has no others yet, so that the list stays in order.
         residuals.extend(&r.residual_pages);
-        // Of a sequence that was truncated, fewer are held than a longer run would keep.
-        let old = residuals.len().saturating_sub(kept);
-        let dropped = residuals.drain(..old).collect();
         self.table.lens[r.sequence] += r.tokens;
         Grown {
             reservation: r,
@@ -507,16 +505,29 @@ fn replace<'a>(pages: impl Iterator<Item = &'a mut u32>, from: u32, to: u32) {
 struct Places<'a> {
     cache: &'a KvCache,
     reserved: &'a Reservation,
-    /// Indices whose residuals are kept.
-    kept: Range<usize>,
+    /// The residual page of each page index that the step adds, if it is kept.
+    residuals: Vec<Option<u32>>,
+    /// Whether the open page's residuals are kept.
+    keeps_open: bool,
 }
 
 impl<'a> Places<'a> {
     fn new(cache: &'a KvCache, reserved: &'a Reservation) -> Self {
+        let Reservation {
+            sequence, tokens, ..
+        } = *reserved;
+        let held = cache.table.pages[sequence].len();
+        let mut residuals = vec![None; reserved.pages.len()];
+        let indices = cache.new_residual_indices(sequence, tokens);
+        for (i, page) in indices.zip(&reserved.residual_pages) {
+            residuals[i - held] = Some(*page);
+        }
+        let mut kept = cache.residual_indices(sequence, tokens).into_iter();
         Places {
             cache,
             reserved,
-            kept: cache.residual_indices(reserved.sequence, reserved.tokens),
+            residuals,
+            keeps_open: kept.any(|kept| kept.contains(&held.saturating_sub(1))),
         }
     }
 
@@ -528,20 +539,14 @@ impl<'a> Places<'a> {
     /// The pages that take the tokens of page index `i`.
     fn of(&self, i: usize) -> (u32, Option<u32>) {
         let (table, r) = (&self.cache.table, self.reserved);
-        let (held, residuals) = (&table.pages[r.sequence], &table.residual_pages[r.sequence]);
-        let page = match held.get(i) {
-            Some(page) => self.copied(*page),
-            None => r.pages[i - held.len()],
+        let held = &table.pages[r.sequence];
+        let Some(page) = held.get(i) else {
+            let new = i - held.len();
+            return (r.pages[new], self.residuals[new]);
         };
-        if !self.kept.contains(&i) {
-            return (page, None);
-        }
-        // Held residual pages are those of the last held pages; new ones begin past them, or where the kept ones do.
-        let residual = if i < held.len() {
-            self.copied(residuals[residuals.len() - (held.len() - i)])
-        } else {
-            r.residual_pages[i - self.kept.start.max(held.len())]
-        };
-        (page, Some(residual))
+        let residual = table
+            .residual_page(r.sequence, i)
+            .filter(|_| self.keeps_open);
+        (self.copied(*page), residual.map(|page| self.copied(page)))
     }
 }

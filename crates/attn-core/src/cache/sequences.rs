@@ -53,6 +53,7 @@ impl<'a> CacheLayer<'a> {
                 residual_pages: of(&all.residual_pages),
                 lens: sequences.iter().map(|s| all.lens[*s]).collect(),
                 first_tokens: sequences.iter().map(|s| all.first_tokens[*s]).collect(),
+                first_residual_pages: all.first_residual_pages,
             },
         })
     }

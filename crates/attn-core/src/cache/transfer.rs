@@ -50,7 +50,7 @@ impl KvCache {
         Ok(())
     }
 
-    /// A sequence's home pages in order, then its residual pages, unwritten bytes zeroed: those of its last home pages, as many as any run of so many
+    /// A sequence's home pages in order, then its residual pages, unwritten bytes zeroed: those of its first tile and of its last home pages, as many as any run of so many
     /// tokens keeps ([`KvFormat::saved_residual_pages`](crate::KvFormat::saved_residual_pages)), or fewer where [`KvCache::truncate`] took back more than it
     /// promises; of the first layer, then of the next. The pages of [`KvCache::image`], to be compared.
     /// [`CacheLayer::read_back`](super::CacheLayer::read_back) gives those of one layer, for [`convert::export`](crate::convert::export).
@@ -101,8 +101,10 @@ impl KvCache {
         out: &mut [u8],
     ) -> Result<(), Error> {
         let residuals = &self.table.residual_pages[sequence];
-        let saved = residuals.len() - held.residuals();
-        let pages = self.table.pages[sequence].iter().chain(&residuals[saved..]);
+        let (first, last) = residuals.split_at(self.table.first_held(sequence));
+        let saved = last.len() - (held.residuals() - first.len());
+        let home = self.table.pages[sequence].iter();
+        let pages = home.chain(first).chain(&last[saved..]);
         let pages: Vec<u32> = pages.copied().collect();
         let bytes = pages.len() * self.layout.page_bytes();
         // Of an empty sequence there are no bytes, and no layer's part.
