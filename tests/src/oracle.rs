@@ -160,7 +160,7 @@ struct Stored {
     coarse: Vec<f64>,
     fine: Vec<f64>,
     dim: usize,
-    /// Tiles that a row reads with residuals.
+    /// Tiles that a row reads with residuals, beside the first; 0 for a scheme without residuals.
     window: usize,
 }
 
@@ -177,7 +177,7 @@ impl Stored {
 
     /// Token t as a row whose own tile is `own_tile` reads it.
     fn row(&self, t: usize, own_tile: f64) -> &[f64] {
-        let is_fine = own_tile - ((t / 64) as f64) < self.window as f64;
+        let is_fine = t < 64 || own_tile - ((t / 64) as f64) < self.window as f64;
         let rows = if is_fine && self.window > 0 {
             &self.fine
         } else {
@@ -208,7 +208,14 @@ impl Stored {
             let mut coarse: Vec<f64> = (0..stored.dim)
                 .map(|d| value(&part, run, slot, d, scale))
                 .collect();
-            let kept = (page + residuals.len()).checked_sub(pages.len());
+            // The residual pages of the first 64 tokens come first, then those of the last pages.
+            let of_first = 64usize.div_ceil(config.page_size);
+            let kept = match page < of_first {
+                true => Some(page),
+                false => (page + residuals.len())
+                    .checked_sub(pages.len())
+                    .filter(|kept| *kept >= of_first),
+            };
             let mut fine = match (&residual, kept) {
                 (Some(residual), Some(kept)) => {
                     let residuals = store.run(0, residuals[kept], head);

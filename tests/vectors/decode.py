@@ -150,7 +150,8 @@ class Side:
         return [(c ^ 128) - 128 for c in codes], params
 
     def fine(self, t, position):
-        return position // TILE < t // TILE + self.window
+        """Section 4: the tokens of the first tile, and those of the window."""
+        return self.window > 0 and (t < TILE or position // TILE < t // TILE + self.window)
 
     def code(self, t, d, fine):
         code = self.codes[t][d]
@@ -348,6 +349,10 @@ CASES = [
     ("int8", "int8-plain", 200, {"v_halvings": (12, 3)}),
     ("int8", "int4", 200, {"v_halvings": (15, 2), "v_zero": (100, 140)}),
     ("int8", "int4-g2", 200, {"v_halvings": (14, 2), "v_zero": (100, 140)}),
+    # Slopes that leave the first tile all the weight, where it is seen: the first tile that is seen is not read as the sequence's first.
+    ("int4", "int4", 300, {"alibi": F(-1, 2)}),
+    ("int8", "int4-w4", 500, {"alibi": F(-1, 2), "window": 450}),
+    ("int4", "int4", 300, {"alibi": F(-1, 2), "window": 150}),
     # The largest scaled weight is below 2^-50.
     ("int8-plain", "int8-plain", 104, {"alibi": F(16), "window": 30, "v_halvings": (18, 0), "v_zero": (103, 104)}),
 ]

@@ -163,7 +163,7 @@ def groups_of(scheme, dim):
 
 
 def window_of(scheme):
-    """Tiles that are read with residuals."""
+    """Tiles that are read with residuals, beside the first."""
     if not is_rotated_int4(scheme):
         return 0
     return 0 if "-w0" in scheme else 4 if "-w4" in scheme else 2
@@ -264,14 +264,19 @@ def put_params(run, base, scheme, page_size, t, params):
             put_f16(run, base + (g * page_size + t) * 2, scale)
 
 
+def has_residuals(i, window, page_size, tokens):
+    """Whether home page i of a sequence outside of a cache has residuals: one of the first 64 tokens, or one that the newest 64 read."""
+    newest = max(0, tokens - 64) // 64
+    return window > 0 and (i * page_size < 64 or i >= 64 * max(0, newest + 1 - window) // page_size)
+
+
 def pages(k, v, dim, page_size, heads, tokens, scales):
     """Home pages, then residual pages; unwritten bytes are zero."""
     sides = [(k, k_address), (v, v_address)]
     sizes = [part_bytes(scheme, dim, page_size) for scheme, _ in sides]
     run_bytes = sum(map(sum, sizes))
     count = -(-tokens // page_size)
-    # Residuals of twice the larger window, in whole pages.
-    kept = min(count, 2 * 64 * max(window_of(k), window_of(v)) // page_size)
+    window = max(window_of(k), window_of(v))
     home, residual = [], []
     for i in range(count):
         page, fine = bytearray(), bytearray()
@@ -296,7 +301,7 @@ def pages(k, v, dim, page_size, heads, tokens, scales):
             page += run
             fine += fine_run
         home.append(page)
-        if i >= count - kept:
+        if has_residuals(i, window, page_size, tokens):
             residual.append((i, fine))
     return home, residual
 
@@ -402,8 +407,9 @@ def main():
     # Residuals of V alone; of K's and V's groups, with windows of two lengths.
     files["int8-int4-d128.txt"] = page_file("int8", "int4", 128, 32, 1, 4)
     files["int4-r2-w4-int4-d128.txt"] = page_file("int4-r2-w4", "int4", 128, 32, 1, 35)
-    # More pages than have residuals.
-    files["int4-long.txt"] = page_file("int4", "int4-w0", 64, 128, 1, 260)
+    # A page of 128 tokens, and two of 32, between the first tile and the window have no residuals.
+    files["int4-long.txt"] = page_file("int4", "int4-w0", 64, 128, 1, 400)
+    files["int8-int4-long.txt"] = page_file("int8", "int4", 64, 32, 1, 260)
     check, stale = "--check" in sys.argv, []
     for name, text in files.items():
         path = here / name

@@ -171,9 +171,9 @@ impl KvCache {
         let CacheConfig {
             format, page_size, ..
         } = self.config;
-        let lens = problem.q_lens.iter().enumerate();
-        for (b, &q_len) in lens.filter(|(_, q_len)| **q_len > 0) {
-            let all = problem.all_tokens(b);
+        let lens = problem.q_lens.iter().zip(&table.lens).enumerate();
+        for (b, (&q_len, &kv_len)) in lens.filter(|(_, (q_len, _))| **q_len > 0) {
+            let all = kv_len.saturating_add(problem.after(b));
             let seen = problem.first_seen(q_len, all);
             if seen < table.first_tokens[b] {
                 return Err(Error::Dropped {

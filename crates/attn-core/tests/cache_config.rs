@@ -13,8 +13,8 @@ use rstest::rstest;
 #[case(KvFormat::INT4, 64, 2)]
 #[case(KvFormat::INT4, 65, 4)]
 #[case(KvFormat::INT4, 256, 8)]
-#[case(KvFormat::INT4, 257, 9)]
-#[case(KvFormat::INT8_INT4, 1000, 20)]
+#[case(KvFormat::INT4, 257, 10)]
+#[case(KvFormat::INT8_INT4, 1000, 21)]
 fn a_sequence_takes_whole_pages_and_those_of_its_residuals(
     #[case] format: KvFormat,
     #[case] tokens: usize,

@@ -54,7 +54,14 @@ fn check(cache: &KvCache, sequence: usize, len: usize, first: usize) {
     let dropped: Vec<bool> = pages.iter().map(|p| *p == PageTable::DROPPED).collect();
     let expected: Vec<bool> = (0..pages.len()).map(|i| i < first / page_size).collect();
     assert_eq!(dropped, expected);
-    assert!(table.residual_pages[sequence].len() <= pages.len() - first / page_size);
+    // Residual pages of the first tile go at once; what is dropped is whole tiles.
+    let of_first = table
+        .first_residual_pages
+        .min(table.residual_pages[sequence].len());
+    let (of_first, of_last) = table.residual_pages[sequence].split_at(of_first);
+    let gone = |page: &u32| *page == PageTable::DROPPED;
+    assert!(of_first.iter().all(|page| gone(page) == (first > 0)));
+    assert!(of_last.len() <= pages.len() - first / page_size && !of_last.iter().any(gone));
     assert_eq!(owned(table) + cache.free_pages(), PAGES);
 }
 
@@ -80,17 +87,19 @@ fn whole_tiles_and_pages_before_the_token_are_freed(
     let free = cache.free_pages();
     cache.drop_before(0, token).unwrap();
     check(&cache, 0, len, first);
-    let residuals = before.residual_pages[0].len();
+    let of_first = before.first_residual_pages;
+    let residuals = before.residual_pages[0].len() - of_first;
     let left = residuals.min(len.div_ceil(page_size) - first / page_size);
-    let freed = first / page_size + residuals - left;
+    let freed_first = if first > 0 { of_first } else { 0 };
+    let freed = first / page_size + residuals - left + freed_first;
     assert_eq!(cache.free_pages(), free + freed);
     // What stays is where it was.
     let table = cache.table();
     let home = first / page_size;
     assert_eq!(table.pages[0][home..], before.pages[0][home..]);
     assert_eq!(
-        table.residual_pages[0],
-        before.residual_pages[0][residuals - left..]
+        table.residual_pages[0][of_first..],
+        before.residual_pages[0][of_first + residuals - left..]
     );
     // Again, and for less: nothing.
     let after = table.clone();

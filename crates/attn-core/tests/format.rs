@@ -158,20 +158,20 @@ fn rotation_shifts_and_windows_belong_to_their_schemes(
     assert_eq!(scheme.window().tiles(), tiles);
 }
 
-/// Tokens whose residuals are kept are twice the larger window, in whole pages, of which the last one may be open; of pages of 128 tokens a third one where
-/// the window has two tiles, since two tiles of drafts and two of the window can lie in three.
+/// Tokens whose residuals are kept are the first 64, and twice the larger window, in whole pages, of which the last one may be open; of pages of 128 tokens a third
+/// one where the window has two tiles, since two tiles of drafts and two of the window can lie in three.
 #[rstest]
 #[case("int8", 64, &[(1, 0), (1000, 0)])]
 #[case("int4-w0", 64, &[(1, 0), (1000, 0)])]
-#[case("int4", 16, &[(0, 0), (1, 1), (16, 1), (17, 2), (256, 16), (257, 16), (5000, 16)])]
-#[case("int4", 64, &[(0, 0), (1, 1), (192, 3), (193, 4), (257, 4), (5000, 4)])]
-#[case("int4", 128, &[(0, 0), (128, 1), (129, 2), (257, 3), (5000, 3)])]
-#[case("int8/int4", 64, &[(64, 1), (5000, 4)])]
-#[case("int4/int8", 64, &[(64, 1), (5000, 4)])]
-#[case("int4/int4-w4", 64, &[(448, 7), (449, 8), (5000, 8)])]
-#[case("int4-w4/int4", 32, &[(449, 15), (5000, 16)])]
-#[case("int4-w4/int4-w0", 128, &[(5000, 4)])]
-fn residual_pages_hold_twice_the_larger_window(
+#[case("int4", 16, &[(0, 0), (1, 1), (16, 1), (17, 2), (256, 16), (257, 17), (320, 20), (321, 20), (5000, 20)])]
+#[case("int4", 64, &[(0, 0), (1, 1), (192, 3), (193, 4), (257, 5), (5000, 5)])]
+#[case("int4", 128, &[(0, 0), (128, 1), (129, 2), (257, 3), (385, 4), (5000, 4)])]
+#[case("int8/int4", 64, &[(64, 1), (5000, 5)])]
+#[case("int4/int8", 64, &[(64, 1), (5000, 5)])]
+#[case("int4/int4-w4", 64, &[(448, 7), (449, 8), (5000, 9)])]
+#[case("int4-w4/int4", 32, &[(449, 15), (5000, 18)])]
+#[case("int4-w4/int4-w0", 128, &[(5000, 5)])]
+fn residual_pages_hold_the_first_tile_and_twice_the_larger_window(
     #[case] name: &str,
     #[case] page_size: usize,
     #[case] expected: &[(usize, usize)],
@@ -186,9 +186,12 @@ fn residual_pages_hold_twice_the_larger_window(
     }
 }
 
-/// The first home page whose residuals a sequence has, in a cache or outside of one.
+/// Behind the pages of the first tile, the first home page whose residuals a sequence has, in a cache or outside of one.
 fn first_page(page_size: usize, len: usize, residuals: usize) -> usize {
-    len.div_ceil(page_size) - residuals
+    let pages = len.div_ceil(page_size);
+    let first = 64usize.div_ceil(page_size).min(pages);
+    assert!(residuals >= first);
+    pages - (residuals - first)
 }
 
 #[rstest]
@@ -204,6 +207,7 @@ fn whatever_drafts_are_taken_back_the_residuals_that_an_image_has_are_there(
     {
         // The newest 64 tokens can be queries, or be taken back.
         let read = format.first_residual_token(usize::saturating_sub(len, 64)) / page_size;
+        let read = read.max(64usize.div_ceil(page_size));
         assert_eq!(saved(len), read.min(len.div_ceil(page_size)), "{len}");
         for drafts in [1, 2, 5, 63, 64, 65, 130, 200] {
             let (all, q_len) = (len + drafts, drafts.min(max_q_len));
@@ -219,9 +223,72 @@ fn whatever_drafts_are_taken_back_the_residuals_that_an_image_has_are_there(
                 64.min(all)
             };
             for left in all - back..=all {
-                assert!(held <= saved(left), "{len} + {drafts} - {}", all - left);
+                let is_short = left <= page_size.max(64);
+                let is_held = is_short || held <= saved(left);
+                assert!(is_held, "{len} + {drafts} - {}", all - left);
             }
         }
+    }
+}
+
+/// The rule of `docs/arithmetic.md`, section 4. Kills one that leaves out the first tile, reads it so in other shards, or in schemes without a window.
+#[test]
+fn the_first_tile_and_the_window_are_read_fine() {
+    for (name, tiles) in [
+        ("int4", 2),
+        ("int4-r4-w4", 4),
+        ("int4-w0", 0),
+        ("int8", 0),
+        ("int4-g1", 0),
+    ] {
+        let scheme: Scheme = name.parse().unwrap();
+        for (row, tile) in (0..9).flat_map(|row| (0..=row).map(move |tile| (row, tile))) {
+            for before in [0, 1024] {
+                let is_first = tile == 0 && before == 0 && tiles > 0;
+                let fine = scheme.reads_fine(tile, row, before);
+                assert_eq!(fine, is_first || row - tile < tiles, "{name} {row} {tile}");
+            }
+        }
+    }
+}
+
+/// The first pages have slots of their own, the others share a ring whose length is a power of two. Kills a ring that takes in the first pages.
+#[rstest]
+#[case("int4", 16, 1, 4, 16)]
+#[case("int4", 32, 64, 2, 8)]
+#[case("int4", 64, 1, 1, 4)]
+#[case("int4", 64, 300, 1, 16)]
+#[case("int8/int4-w4", 128, 1, 1, 4)]
+#[case("int4", 128, 1, 1, 4)]
+fn slots_are_those_of_the_first_pages_and_a_ring(
+    #[case] name: &str,
+    #[case] page_size: usize,
+    #[case] q_len: usize,
+    #[case] first: usize,
+    #[case] ring: usize,
+) {
+    let format: KvFormat = name.parse().unwrap();
+    assert_eq!(format.first_residual_pages(page_size), first);
+    let slots = format.residual_slots(page_size, q_len);
+    assert_eq!(slots, first + ring);
+    for page in 0..100 {
+        let slot = format.residual_slot(page_size, slots, page);
+        let expected = if page < first {
+            page
+        } else {
+            first + page % ring
+        };
+        assert_eq!(slot, expected, "{page}");
+    }
+    let most = format.max_residual_pages(page_size, q_len) - first;
+    let taken: std::collections::HashSet<usize> = (100..100 + most)
+        .map(|page| format.residual_slot(page_size, slots, page))
+        .collect();
+    assert_eq!(taken.len(), most, "two of the last pages share a slot");
+    for none in ["int8", "int4-w0", "bf16"] {
+        let format: KvFormat = none.parse().unwrap();
+        assert_eq!(format.first_residual_pages(page_size), 0);
+        assert_eq!(format.residual_slots(page_size, q_len), 0);
     }
 }
 

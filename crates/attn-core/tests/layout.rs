@@ -75,9 +75,13 @@ fn parts_follow_each_other_and_runs_fill_the_pool() {
                 if tiles == 0 { home } else { 2 * home }
             );
         }
-        // The 64 tokens before the last one read their own tile and those of the window before it.
-        let first = ((100 * size + 1 - 64) / 64 + 1 - tiles) * 64 / size;
-        let residuals = if tiles == 0 { 0 } else { 101 - first };
+        // The 64 tokens before the last one read the first tile, their own and those of the window before it.
+        let last = 101 - ((100 * size + 1 - 64) / 64 + 1 - tiles) * 64 / size;
+        let residuals = if tiles == 0 {
+            0
+        } else {
+            last + 64usize.div_ceil(size)
+        };
         assert_eq!(layout.pages_of(100 * size + 1), 101 + residuals);
         seen += 1;
     }
@@ -314,15 +318,15 @@ fn pages_of_other_numbers_or_lengths_are_refused() {
     layout.check_pages(&[], 0).unwrap();
     layout.check_pages(&vec![page.clone(); 2], 64).unwrap();
     // All residual pages that so many tokens keep, and, after some were taken back, those alone that the next token reads.
-    for pages in 6..=9 {
+    for pages in 7..=10 {
         layout.check_pages(&vec![page.clone(); pages], 320).unwrap();
     }
     for (pages, tokens, name) in [
         (vec![page.clone()], 63, "pages"),
         (vec![page.clone(); 3], 64, "pages"),
         (vec![page.clone()], 0, "pages"),
-        (vec![page.clone(); 10], 320, "pages"),
-        (vec![page.clone(); 5], 320, "pages"),
+        (vec![page.clone(); 11], 320, "pages"),
+        (vec![page.clone(); 6], 320, "pages"),
         // A residual page is as long as any.
         (vec![page.clone(), page[1..].to_vec()], 64, "page"),
         (vec![page[1..].to_vec(), page.clone()], 64, "page"),

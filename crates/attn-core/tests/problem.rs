@@ -42,6 +42,56 @@ fn a_shard_but_the_last_ends_with_a_span() {
     }
 }
 
+/// Kills a check that takes any number of tokens ahead, or leaves them out of the longest sequence.
+#[test]
+fn shards_ahead_are_of_whole_spans_and_count_as_tokens_of_the_sequence() {
+    let shard = |before: usize| shard(1024, 3072).tokens_before([before]);
+    for before in [0, 1024, (1 << 20) - 4096] {
+        shard(before).check().unwrap();
+        assert_eq!(shard(before).before(0), before);
+    }
+    for (before, given) in [
+        (1, "1"),
+        (64, "64"),
+        (1025, "1025"),
+        ((1 << 20) - 3072, "1045504"),
+        (1 << 20, "1048576"),
+        (usize::MAX << 10, &(usize::MAX << 10).to_string()),
+    ] {
+        assert_eq!(
+            refused(&shard(before)),
+            Some(("tokens_before", given.to_owned()))
+        );
+    }
+    let lists = shard(0).tokens_before([0, 0]).check();
+    assert!(matches!(
+        lists,
+        Err(Error::Length {
+            what: "tokens_before",
+            given: 2,
+            needed: 1
+        })
+    ));
+}
+
+/// A row of the first shard reads its first tile fine wherever it stands, but not one that its window hides, and no row of another shard does.
+#[test]
+fn rows_that_see_the_first_tile_of_a_sequence_read_it() {
+    let whole = Problem::new(problem().heads(), [5000]).q_len(3);
+    assert!(whole.reads_first_tile(0));
+    for (window, reads) in [(4997, true), (4934, true), (4933, false), (70, false)] {
+        assert_eq!(
+            whole.clone().window_left(window).reads_first_tile(0),
+            reads,
+            "{window}"
+        );
+    }
+    assert!(!whole.clone().q_lens([0]).reads_first_tile(0));
+    assert!(!whole.clone().tokens_before([1024]).reads_first_tile(0));
+    let first = Problem::new(problem().heads(), [1024]).tokens_after([3976]);
+    assert!(first.reads_first_tile(0) && !first.window_left(4000).reads_first_tile(0));
+}
+
 #[test]
 fn shards_are_of_sequences_that_there_may_be() {
     shard(1024, (1 << 20) - 1024).check().unwrap();

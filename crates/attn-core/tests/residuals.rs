@@ -87,6 +87,12 @@ fn assert_consistent_with_restored(cache: &KvCache, restored: &[usize]) {
     assert_eq!(owned.len() + cache.free_pages(), config.num_pages);
 }
 
+/// The home pages of `home` that have residuals: those of the first tile, and as many last ones as make `kept` of them.
+fn homes_of(page_size: usize, home: usize, kept: usize) -> Vec<usize> {
+    let first = 64usize.div_ceil(page_size).min(home).min(kept);
+    (0..first).chain(home - (kept - first)..home).collect()
+}
+
 const FORMATS: [&str; 8] = [
     "int4",
     "int4-w4",
@@ -154,11 +160,11 @@ fn code_of(
 }
 
 #[rstest]
-#[case("int4", 16, 0, 9)]
-#[case("int4-w4/int4", 64, 0, 5)]
-#[case("int8/int4", 32, 1, 5)]
-#[case("int4-r4/int8", 128, 0, 2)]
-fn residual_pages_are_those_of_the_last_home_pages(
+#[case("int4", 16, 0, 4 + 9)]
+#[case("int4-w4/int4", 64, 0, 1 + 5)]
+#[case("int8/int4", 32, 1, 2 + 5)]
+#[case("int4-r4/int8", 128, 0, 1 + 2)]
+fn residual_pages_are_those_of_the_first_and_the_last_home_pages(
     #[case] format: &str,
     #[case] page_size: usize,
     #[case] first_side: usize,
@@ -175,13 +181,17 @@ fn residual_pages_are_those_of_the_last_home_pages(
         if layout.residual(side).is_none() {
             continue;
         }
-        for t in (home.len() - kept) * page_size..len {
+        for t in 0..len {
+            let homes = homes_of(page_size, home.len(), kept);
+            let Some(residual) = homes.iter().position(|i| *i == t / page_size) else {
+                continue;
+            };
             let (mut codes, mut params) = ([0; DIM], vec![Default::default(); scheme.groups(DIM)]);
             let x = values(seed, t, t + 1);
             attn_core::quant::encode(scheme, 1.0, &x, &mut codes, &mut params);
             let i = t / page_size;
             for (d, code) in codes.iter().enumerate() {
-                let residual = &residuals[i - (home.len() - kept)];
+                let residual = &residuals[residual];
                 let found = code_of(&layout, side, &home[i], residual, t % page_size, d);
                 assert_eq!(found, *code, "{side:?} ({t}, {d})");
             }
@@ -259,12 +269,12 @@ fn a_batch_recycles_old_residual_pages_of_all_its_sequences() {
 /// A pool where the dropped pages are shared: they cannot be recycled, and the check of room says what is lacking.
 #[test]
 fn shared_residual_pages_are_not_recycled() {
-    let mut cache = cache("int4", 64, 13);
+    let mut cache = cache("int4", 64, 14);
     grow_to(&mut cache, 0, 1, 320).unwrap();
     cache.fork(0, 1).unwrap();
     let before = cache.table().clone();
     let bytes = cache.read_back(1).unwrap();
-    // Home pages 5..8 and residual pages 5..8 are new; the four old ones are the fork's, too.
+    // Home pages 5..8 and residual pages 5..8 are new; the five old ones are the fork's, too.
     assert_eq!(cache.free_pages(), 4);
     let error = grow_to(&mut cache, 0, 1, 512).unwrap_err();
     assert!(
@@ -322,19 +332,19 @@ fn forks_share_all_pages_and_copy_the_open_ones_when_either_appends(
     assert_eq!(table.pages[grower][..full], before.pages[other][..full]);
     assert_ne!(table.pages[grower][full], before.pages[other][full]);
     let home = |len: usize| len.div_ceil(page_size);
-    let first = |len: usize| home(len) - cache.config().format.residual_pages(page_size, len, 0);
-    let kept = first(len + more)..full;
-    for i in kept {
-        assert_eq!(
-            table.residual_pages[grower][i - first(len + more)],
-            before.residual_pages[other][i - first(len)]
+    let kept = |len: usize| cache.config().format.residual_pages(page_size, len, 0);
+    let homes = homes_of(page_size, home(len + more), kept(len + more));
+    let held = homes_of(page_size, home(len), kept(len));
+    for i in homes.iter().filter(|i| **i < full && held.contains(i)) {
+        let page = table.residual_page(grower, *i);
+        assert!(
+            page.is_some() && page == before.residual_page(other, *i),
+            "{i}"
         );
     }
     // So many pages are the grower's alone.
     let own = home(len + more) - full;
-    let own_residuals = home(len + more) - first(len + more).max(full);
-    let has_residuals = cache.config().format.window().tiles() > 0;
-    let own_residuals = if has_residuals { own_residuals } else { 0 };
+    let own_residuals = homes.iter().filter(|i| **i >= full).count();
     assert_eq!(free - cache.free_pages(), own + own_residuals);
     // The bytes are those of a sequence that was never forked.
     let mut expected = self::cache(format, page_size, 400);
@@ -359,24 +369,22 @@ fn a_fork_of_full_pages_copies_nothing() {
     let before = cache.table().clone();
     let free = cache.free_pages();
     grow_to(&mut cache, 1, 1, 321).unwrap();
-    // A home page and a residual page; the oldest residual page goes on in the parent.
+    // A home page and a residual page; the oldest residual page but for the first tile's goes on in the parent.
     assert_eq!(free - cache.free_pages(), 2);
     assert_eq!(cache.table().pages[1][..5], before.pages[0][..]);
-    assert_eq!(
-        cache.table().residual_pages[1][..3],
-        before.residual_pages[0][1..]
-    );
+    let (child, parent) = (&cache.table().residual_pages[1], &before.residual_pages[0]);
+    assert_eq!((child[0], &child[1..4]), (parent[0], &parent[2..]));
     assert_eq!(cache.table().residual_pages[0], before.residual_pages[0]);
 }
 
 #[test]
-fn tokens_behind_the_window_are_written_without_residuals() {
-    let mut cache = cache("int4", 64, 40);
-    grow_to(&mut cache, 0, 1, 70).unwrap();
+fn tokens_between_the_first_tile_and_the_window_are_written_without_residuals() {
+    let mut cache = cache("int4", 16, 80);
+    grow_to(&mut cache, 0, 1, 50).unwrap();
     let mut seen = Vec::new();
     let batch = [Append {
         sequence: 0,
-        tokens: 600 - 70,
+        tokens: 600 - 50,
     }];
     cache
         .append_with(&batch, |_, writes| {
@@ -385,10 +393,16 @@ fn tokens_behind_the_window_are_written_without_residuals() {
         })
         .unwrap();
     let table = cache.table();
-    for (t, write) in (70..600).zip(&seen) {
-        let (i, first) = (t / 64, 10 - 4);
-        assert_eq!((write.page, write.token), (table.pages[0][i], t % 64));
-        let residual = (i >= first).then(|| table.residual_pages[0][i - first]);
+    for (t, write) in (50..600).zip(&seen) {
+        let (i, last) = (t / 16, 38 - 16);
+        assert_eq!((write.page, write.token), (table.pages[0][i], t % 16));
+        let at = if i < 4 {
+            Some(i)
+        } else {
+            (i + 4).checked_sub(last)
+        };
+        let residual = at.filter(|_| i < 4 || i >= last);
+        let residual = residual.map(|at| table.residual_pages[0][at]);
         assert_eq!(write.residual_page, residual, "{t}");
     }
 }
@@ -417,7 +431,7 @@ fn coarse_step(row: &[f32], groups: usize) -> f32 {
 #[case("int4-w4/int4", 16, 611, [4, 2])]
 #[case("int4-w0/int4-r2", 64, 640, [0, 2])]
 #[case("int4/int4-w4", 32, 100, [2, 4])]
-fn values_of_the_last_tiles_are_finer_than_older_ones(
+fn values_of_the_first_tile_and_the_last_ones_are_finer_than_others(
     #[case] format: &str,
     #[case] page_size: usize,
     #[case] len: usize,
@@ -436,7 +450,8 @@ fn values_of_the_last_tiles_are_finer_than_older_ones(
         for t in 0..len {
             // Errors are spread evenly over a step, whose 16th is that of a fine row: their root mean square over 64 dims is near 0.29 of it.
             let step = coarse_step(&x[t * DIM..][..DIM], schemes[side].groups(DIM));
-            let step = if t < fine { step } else { step / 16.0 };
+            let is_fine = tiles[side] > 0 && (t < 64 || t >= fine);
+            let step = if is_fine { step / 16.0 } else { step };
             let error = rms(found, &x, t, t + 1) / step;
             assert!(
                 (0.2..0.38).contains(&error),

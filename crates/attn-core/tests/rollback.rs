@@ -37,7 +37,7 @@ fn grow_to(cache: &mut KvCache, sequence: usize, seed: usize, to: usize) -> Resu
 
 /// The pages of a sequence that got `len` tokens of text 1 one by one.
 fn straight(format: &str, page_size: usize, len: usize) -> Vec<Vec<u8>> {
-    let mut cache = cache(format, page_size, 64);
+    let mut cache = cache(format, page_size, 128);
     (1..=len).for_each(|to| grow_to(&mut cache, 0, 1, to).unwrap());
     cache.read_back(0).unwrap()
 }
@@ -108,11 +108,18 @@ fn a_refusal_names_the_fewest_tokens_that_can_be_kept_and_the_most_queries(
     grow_to(&mut cache, 0, 1, 533).unwrap();
     grow_to(&mut cache, 0, 1, 700).unwrap();
     cache.drop_before(0, dropped).unwrap();
-    match cache.check_truncate(0, 1) {
-        Err(Error::Truncate { least, .. }) => {
+    match cache.check_truncate(0, if dropped > 0 { 1 } else { 150 }) {
+        Err(Error::Truncate { short, least, .. }) => {
+            // The first tile's residuals are there while it is.
+            let first = if format == "int8" || dropped > 0 {
+                0
+            } else {
+                page_size.max(64)
+            };
+            assert_eq!(short, first);
             for len in 1..=700 {
                 let is_taken = cache.check_truncate(0, len).is_ok();
-                assert_eq!(is_taken, len >= least, "{len}, {least}");
+                assert_eq!(is_taken, len <= short || len >= least, "{len}, {least}");
             }
         }
         other => {
@@ -213,7 +220,7 @@ fn what_the_residuals_do_not_reach_is_refused_and_nothing_changes() {
     for (len, what) in [
         (
             300,
-            "can be truncated to 320 or more, or to 0, but not to 300",
+            "can be truncated to 320 or more, or to 64 or fewer, but not to 300",
         ),
         (
             501,
@@ -233,11 +240,44 @@ fn what_the_residuals_do_not_reach_is_refused_and_nothing_changes() {
         cache.truncate(9, 0),
         Err(Error::Sequence { given: 9, count: 4 })
     ));
+    // Without its first tile a sequence is never that short.
+    cache.drop_before(0, 64).unwrap();
+    let said = cache.truncate(0, 64).unwrap_err().to_string();
+    assert!(said.contains("320 or more, or to 0, but"), "{said}");
     // A format without a window goes back any way.
     let mut plain = self::cache("int8", 16, 64);
     grow_to(&mut plain, 0, 1, 500).unwrap();
     plain.truncate(0, 3).unwrap();
     assert_eq!(plain.read_back(0).unwrap(), straight("int8", 16, 3));
+}
+
+/// However far it grew, a sequence goes back to its first tile, and goes on as one that was never longer. Kills a truncation that keeps residual pages of the
+/// tokens that went, or drops those of the first tile.
+#[rstest]
+fn a_sequence_goes_back_to_its_first_tile_from_any_length(
+    #[values("int4", "int8/int4-w4", "int4-r2/int8")] format: &str,
+    #[values(16, 32, 64, 128)] page_size: usize,
+    #[values(1, 17, 63, 64)] len: usize,
+) {
+    let mut cache = cache(format, page_size, 200);
+    grow_to(&mut cache, 0, 1, 700).unwrap();
+    cache.fork(0, 1).unwrap();
+    let whole = cache.read_back(1).unwrap();
+    cache.truncate(0, len).unwrap();
+    assert_eq!(
+        cache.read_back(0).unwrap(),
+        straight(format, page_size, len)
+    );
+    for to in [len + 3, 200, 600] {
+        grow_to(&mut cache, 0, 1, to).unwrap();
+        let found = cache.read_back(0).unwrap();
+        assert_eq!(found, straight(format, page_size, to), "{to}");
+    }
+    assert_eq!(cache.read_back(1).unwrap(), whole);
+    for sequence in [0, 1] {
+        cache.free_sequence(sequence).unwrap();
+    }
+    assert_eq!(cache.free_pages(), 200);
 }
 
 #[rstest]
@@ -273,7 +313,7 @@ fn a_sequence_that_was_taken_back_moves(#[values("int4", "int8")] format: &str) 
     if format == "int4" {
         cache.truncate(1, 290).unwrap();
         let mut pages = cache.read_back(1).unwrap();
-        pages.truncate(5);
+        pages.truncate(6);
         let refused = cache.restore_pages(2, 290, &pages);
         assert!(matches!(refused, Err(Error::Length { what: "pages", .. })));
     }

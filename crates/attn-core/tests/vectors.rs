@@ -52,7 +52,8 @@ fn empty(config: &CacheConfig) -> KvCache {
 #[case("int4-g8", 1)]
 #[case("int4", 2)]
 #[case("int4-d80", 6)]
-#[case("int4-long", 5)]
+#[case("int4-long", 7)]
+#[case("int8-int4-long", 16)]
 #[case("int8-int4-d128", 2)]
 #[case("int4-r2-w4-int4-d128", 4)]
 fn pages_equal_the_vectors(#[case] name: &str, #[case] least: usize) {

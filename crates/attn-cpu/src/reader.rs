@@ -2,7 +2,7 @@
 
 pub use attn_core::layout::Side;
 use attn_core::{
-    Error, HostPages, KvMemory, KvSource, KvView, PageLayout, Scheme,
+    Error, HostPages, KvMemory, KvSource, KvView, PageLayout, PageTable, Scheme,
     layout::{k_code, load_param, v_code},
     quant::Param,
 };
@@ -80,8 +80,8 @@ enum Location<'a> {
         layout: PageLayout,
         offsets: RunOffsets,
         pages: &'a [u32],
-        /// Those of the last home pages.
-        residual_pages: &'a [u32],
+        /// Where residual pages are looked up.
+        table: &'a PageTable,
     },
     View(&'a KvView<'a>),
 }
@@ -109,7 +109,7 @@ impl<'a> Reader<'a> {
                         layout,
                         offsets: RunOffsets::new(&layout, head),
                         pages: &table.pages[sequence],
-                        residual_pages: &table.residual_pages[sequence],
+                        table,
                     },
                     sequence,
                     head,
@@ -186,15 +186,15 @@ impl<'a> Reader<'a> {
         let Location::Pages {
             pool,
             offsets,
-            pages,
-            residual_pages,
+            table,
             ..
         } = &self.location
         else {
             unreachable!("a view has no residuals");
         };
-        let first = pages.len() - residual_pages.len();
-        let page = residual_pages[(t >> offsets.page_shift) - first] as usize;
+        let page = table.residual_page(self.sequence, t >> offsets.page_shift);
+        let page =
+            page.expect("a cache refuses queries that read residuals which it lacks") as usize;
         let page = &pool[page * offsets.page_bytes..][..offsets.page_bytes];
         PagePart {
             codes: &page[offsets.residuals[side as usize]..],
@@ -306,7 +306,7 @@ impl<'a> Reader<'a> {
         }
     }
 
-    /// The residual of `(t, d)`, whose page is one of the sequence's last.
+    /// The residual of `(t, d)`, whose page is one of the sequence's first or last.
     ///
     /// # Panics
     /// For a view, and for a token whose residuals are not kept.

@@ -72,7 +72,7 @@ impl<'a> QueryRow<'a> {
     /// Section 4: whether the row reads token `t` with residuals.
     fn is_fine(&self, scheme: Scheme, t: usize) -> bool {
         let tile = (self.position().max(0) as usize) / TILE;
-        tile < t / TILE + scheme.window().tiles()
+        scheme.reads_fine(t / TILE, tile, self.problem.before(self.sequence))
     }
 
     /// Soft cap and ALiBi on a base-2 score of token `t`.

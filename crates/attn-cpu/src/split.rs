@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use attn_core::{
-    Error, Problem, QueryBlock, StepInputs,
+    Error, Problem, QueryBlock, Scheme, StepInputs,
     arithmetic::LOG2_E,
     segments::{SEGMENT, TILE},
 };
@@ -32,8 +32,8 @@ pub(crate) struct SplitInputs<'a> {
     pub seen: Range<usize>,
     /// 2/softcap and softcap · log2 e.
     pub softcap: Option<[f32; 2]>,
-    /// Tiles of K's and of V's window.
-    pub windows: [usize; 2],
+    /// The schemes of K and V.
+    pub schemes: [Scheme; 2],
 }
 
 /// Query tokens that read a tile alike.
@@ -69,7 +69,7 @@ impl<'a> SplitInputs<'a> {
             queries,
             seen,
             softcap: problem.scores.softcap.map(|cap| [2.0 / cap, cap * LOG2_E]),
-            windows: [format.k, format.v].map(|scheme| scheme.window().tiles()),
+            schemes: [format.k, format.v],
         })
     }
 
@@ -121,15 +121,15 @@ impl<'a> SplitInputs<'a> {
     /// The query tokens that read a tile alike, with and without residuals of K and V: query tokens of one step may lie in several tiles.
     #[inline(always)]
     pub fn passes(&self, tile: TilePlace) -> impl Iterator<Item = Pass> {
-        let (windows, problem, b) = (self.windows, self.problem, self.split.block.sequence);
-        let t0 = tile.t0 / TILE;
+        let (schemes, problem, b) = (self.schemes, self.problem, self.split.block.sequence);
+        let (t0, before) = (tile.t0 / TILE, problem.before(b));
         let fine = move |i: usize| {
             let i = match problem.scores.causal {
                 true => i,
                 false => problem.q_lens[b] - 1,
             };
             let position = problem.position(b, i).max(0) as usize;
-            windows.map(|tiles| tiles > 0 && position / TILE < t0 + tiles)
+            schemes.map(|scheme| scheme.reads_fine(t0, position / TILE, before))
         };
         let Range {
             start: mut next,

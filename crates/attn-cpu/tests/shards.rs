@@ -114,6 +114,10 @@ impl Case {
             problem.kv_lens = ranges.iter().map(|range| range.len()).collect();
             let all = self.problem.kv_lens.iter().zip(&ranges);
             problem.tokens_after = all.map(|(len, range)| len - range.end).collect();
+            problem.tokens_before = ranges
+                .iter()
+                .map(|range| range.start / 1024 * 1024)
+                .collect();
             // Sinks belong to the end.
             problem.scores.sinks = None;
             let cache = self.cache(backend, |len| self.range(shard, len))?;
@@ -189,6 +193,31 @@ fn shards_have_the_bits_of_the_whole() -> Result<(), Error> {
                 case.format
             );
         }
+    }
+    Ok(())
+}
+
+/// Kills a rule that takes any shard's first tile for the sequence's: a shard that is not told what lies ahead of it has other bits.
+#[test]
+fn the_first_tile_of_a_later_shard_is_like_any_other() -> Result<(), Error> {
+    let (cpu, reference) = (CpuBackend::new(), Reference::new());
+    for format in ["int4", "int8/int4", "int4-w4", "int4-w0", "int8"] {
+        let case = Case::new(format, &[2500], &[1], &[1024]);
+        let cache = case.cache(&cpu, |len| 1024..len)?;
+        let attend = |before: usize| {
+            let mut problem = case.problem.clone().tokens_before([before]);
+            problem.kv_lens = vec![2500 - 1024];
+            let plan = cpu.plan(&problem, case.format)?;
+            let q = case.q();
+            let step = SpansStep::new(&plan, &q, KvSource::Cache(&cache))?;
+            let states = cpu.attend_spans(&step)?;
+            assert!(states == reference.attend_spans(&step)?, "{format}");
+            Ok::<_, Error>(states)
+        };
+        let (second, fourth, first) = (attend(1024)?, attend(3072)?, attend(0)?);
+        assert!(second == fourth, "{format}");
+        let has_window = !["int4-w0", "int8"].contains(&format);
+        assert_eq!(second != first, has_window, "{format}");
     }
     Ok(())
 }

@@ -184,6 +184,7 @@ mod tests {
         PageTable {
             pages: lists(pages),
             residual_pages: lists(residuals),
+            first_residual_pages: 1,
             ..PageTable::default()
         }
     }
@@ -214,6 +215,33 @@ mod tests {
         assert!(matches!(short, Err(Error::Batch { .. })), "{short:?}");
     }
 
+    /// Kills a check that leaves out the residuals of the first tile where they are read, or misses dropped ones where they are not.
+    #[test]
+    fn residuals_of_the_first_tile_are_there_where_it_is_read() {
+        const GONE: u32 = PageTable::DROPPED;
+        let home: &[u32] = &[0, 1, 2, 3, 4, 5, 6, 7];
+        let check = |problem: &Problem, home: &[u32], residuals: &[u32]| {
+            table(&[home], &[residuals]).check(problem, KvFormat::INT4, 64, 12)
+        };
+        let problem = Problem::new(HEADS, [500]);
+        check(&problem, home, &[8, 9, 10]).unwrap();
+        for residuals in [
+            &[GONE, 9, 10][..],
+            &[8, 9],
+            &[12, 9, 10],
+            &[8, 9, 12],
+            &[8, 9, GONE],
+        ] {
+            let refused = check(&problem, home, residuals);
+            assert!(refused.is_err(), "{residuals:?}");
+        }
+        let gone: Vec<u32> = [[GONE; 4], [4, 5, 6, 7]].concat();
+        let windowed = problem.clone().window_left(200);
+        check(&windowed, &gone, &[GONE, 9, 10]).unwrap();
+        let shard = problem.tokens_before([1024]);
+        check(&shard, home, &[GONE, 9, 10]).unwrap();
+    }
+
     #[test]
     fn pages_before_those_that_query_tokens_see_may_be_dropped() {
         const GONE: u32 = PageTable::DROPPED;
@@ -237,20 +265,41 @@ mod tests {
 
     #[test]
     fn residual_pages_stand_in_the_slots_of_their_home_pages() {
-        let pages: [&[u32]; 3] = [&[0; 2], &[0; 10], &[]];
-        let table = table(&pages, &[&[5, 6], &[10, 11, 12, 13], &[]]);
+        const GONE: u32 = PageTable::DROPPED;
+        let pages: [&[u32]; 5] = [&[0; 2], &[0; 10], &[], &[0; 4], &[GONE; 10]];
+        let residuals: [&[u32]; 5] = [
+            &[5, 6],
+            &[7, 8, 10, 11, 12, 13],
+            &[],
+            &[1, 2, 3, 4],
+            &[GONE, GONE, 10, 11],
+        ];
+        let table = PageTable {
+            first_residual_pages: 2,
+            ..table(&pages, &residuals)
+        };
         let slots = |b| {
-            let mut slots = [9; 4];
+            let mut slots = [9; 6];
             table.fill_residual_slots(b, &mut slots);
             slots
         };
-        assert_eq!(slots(0), [5, 6, 9, 9]);
-        // Pages 6 to 9.
-        assert_eq!(slots(1), [12, 13, 10, 11]);
-        assert_eq!(slots(2), [9; 4]);
-        let mut fewer = [9; 2];
+        assert_eq!(slots(0), [5, 6, 9, 9, 9, 9]);
+        // Pages 0, 1, and 6 to 9 in the ring of four behind them.
+        assert_eq!(slots(1), [7, 8, 12, 13, 10, 11]);
+        assert_eq!(slots(2), [9; 6]);
+        assert_eq!(slots(3), [1, 2, 9, 9, 3, 4]);
+        assert_eq!(slots(4), [9, 9, 10, 11, 9, 9]);
+        let found = [0, 1, 2, 5, 6, 9, 10].map(|i| table.residual_page(1, i));
+        let expected = [7, 8, 0, 0, 10, 13, 0].map(|page| (page > 0).then_some(page));
+        assert_eq!(found, expected);
+        assert_eq!(
+            (table.residual_page(0, 2), table.residual_page(4, 0)),
+            (None, None)
+        );
+        let mut fewer = [9; 4];
         table.fill_residual_slots(1, &mut fewer);
-        assert_eq!(fewer, [12, 13]);
+        assert_eq!(fewer, [7, 8, 12, 13]);
+        table.fill_residual_slots(1, &mut fewer[..1]);
         table.fill_residual_slots(1, &mut []);
     }
 }

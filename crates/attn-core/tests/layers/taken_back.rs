@@ -169,7 +169,7 @@ fn a_copy_onto_an_old_residual_page_that_fails_gives_the_residuals_back() {
         let mut config = config("int4", LAYERS, 32, pages);
         config.max_q_len = 256;
         let (mut cache, [_, copied]) = failing(config);
-        step(&mut cache, &[[2, 300]]).unwrap();
+        step(&mut cache, &[[2, 364]]).unwrap();
         step(&mut cache, &[[0, 40]]).unwrap();
         cache.fork(0, 1).unwrap();
         (cache, copied)
@@ -194,12 +194,12 @@ fn a_copy_onto_an_old_residual_page_that_fails_gives_the_residuals_back() {
     }
     let (mut cache, _) = filled(used);
     step(&mut cache, &[[2, 1], [1, 1]]).unwrap();
-    assert_eq!(cache.table().lens[..3], [40, 41, 301]);
+    assert_eq!(cache.table().lens[..3], [40, 41, 365]);
 }
 
 #[test]
 fn a_step_stays_open_while_old_residuals_cannot_be_written_back() {
-    let (mut cache, [_, written]) = failing(config("int4", LAYERS, 64, 9));
+    let (mut cache, [_, written]) = failing(config("int4", LAYERS, 64, 11));
     // Up to the step that takes an old residual page.
     let before = loop {
         let before = books(&cache);

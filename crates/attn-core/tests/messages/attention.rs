@@ -9,8 +9,8 @@ use crate::calls::*;
 
 pub fn attention() -> Vec<Refusal> {
     let cache = filled("int8", 100);
-    let mut prompt = filled("int4", 300);
-    let long = attend(&prompt, &problem(&[300]).q_len(300), "int4", 0.5);
+    let mut prompt = filled("int4", 400);
+    let long = attend(&prompt, &problem(&[400]).q_len(400), "int4", 0.5);
     prompt.drop_before(0, 200).unwrap();
     let wide = Heads { dim: 128, ..HEADS };
     let chosen = cache.sequences(&[0, 1]).unwrap();
@@ -53,12 +53,12 @@ pub fn attention() -> Vec<Refusal> {
         ),
         ("queries of another number", short),
         (
-            "a prompt of 300 tokens over int4, of which the cache keeps residuals for the newest",
+            "a prompt of 400 tokens over int4, of which the cache keeps residuals for the newest",
             long,
         ),
         (
             "queries that see dropped tokens",
-            attend(&prompt, &problem(&[300]), "int4", 0.5),
+            attend(&prompt, &problem(&[400]), "int4", 0.5),
         ),
     ]
 }

@@ -46,6 +46,14 @@ pub fn problems() -> Vec<Refusal> {
             with(|p| p.q_lens = vec![1; 3]),
         ),
         (
+            "part of a span ahead of the cached tokens",
+            with(|p| p.tokens_before = vec![0, 100]),
+        ),
+        (
+            "more tokens ahead than a sequence has",
+            with(|p| p.tokens_before = vec![0, 1 << 20]),
+        ),
+        (
             "more tokens that follow than a sequence has",
             with(|p| p.tokens_after = vec![0, 1 << 20]),
         ),

@@ -79,6 +79,7 @@ pub fn images() -> Vec<Refusal> {
             "another file",
             SequenceImage::from_bytes(&b"PK\x03\x04, which is a zip"[..]).unwrap_err(),
         ),
+        ("an image of version 1", damaged(8, 1)),
         ("an image of a later version", damaged(8, 9)),
         (
             "an image that was cut off",

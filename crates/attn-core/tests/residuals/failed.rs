@@ -154,7 +154,9 @@ fn a_restored_sequence_is_the_one_that_was_read_back(
         );
     }
     let spare = vec![vec![0; pages[0].len()]; most - pages.len()];
-    let more = [&pages[..home], &spare, &pages[home..]].concat();
+    // They come between those of the first tile and the last ones.
+    let first = home + format_of.first_residual_pages(page_size).min(home);
+    let more = [&pages[..first], &spare, &pages[first..]].concat();
     cache.restore_pages(1, len, &more).unwrap();
     assert!(cache.read_back(1).unwrap() == pages);
     cache.free_sequence(1).unwrap();
@@ -252,7 +254,7 @@ fn a_step_that_is_torn_while_it_begins_can_only_be_cancelled() {
         let needed = cache.pages_needed(&batch).unwrap();
         (needed <= cache.free_pages()).then_some((cache, fails))
     };
-    let (mut cache, [_, copies]) = (22..100).find_map(built).unwrap();
+    let (mut cache, [_, copies]) = (24..100).find_map(built).unwrap();
     assert_eq!(cache.pages_needed(&batch).unwrap(), cache.free_pages());
     let before = state(&mut cache);
     // One page is copied over old residuals; the next copy fails, and so does the way back.
