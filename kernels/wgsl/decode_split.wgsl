@@ -40,8 +40,8 @@
 
 // The tables: for each split {query block, its index there, tokens that the block may see, places of the sequence's pages and of its residual pages in
 // the tables, the block's first query token, how many they are, how many of the sequence come after them (0 if causal)}; for each query block
-// {first split, splits, first query token, how many they are, 4 unused}; the pages of each sequence (or its rows, view.wgsl); the residual pages of each, that of the
-// i-th page in slot i modulo the ring; scales, slopes and sinks.
+// {first split, splits, first query token, how many they are, 4 unused}; the pages of each sequence (or its rows, view.wgsl); the slots of each one's residual
+// pages (residual_place in pages.wgsl); scales, slopes and sinks.
 @group(0) @binding(0) var<uniform> params: Params;
 @group(0) @binding(1) var<storage, read> tables: array<u32>;
 @group(0) @binding(2) var<storage, read> q: array<vec4<f32>>;
@@ -150,8 +150,12 @@ var tile_end = min((index + 1u) * $(4 / PER_SEGMENT)u, num_tiles);
 #end
 
 #if K_WINDOW + V_WINDOW > 0
-// How many of the workgroup's rows, the first ones, read a tile with residuals: rows whose own tile is less than `window` tiles on.
+// How many of the workgroup's rows, the first ones, read a tile with residuals: rows whose own tile is less than `window` tiles on, and all rows
+// in the sequence's first tile.
 fn fine_rows(tile: u32, window: u32, kv_len: u32, position_0: i32, row0: u32) -> u32 {
+    if tile == 0u {
+        return $(R)u;
+    }
     let end = i32(64u * (tile + window));
     if params.causal == 0u {
         return select(0u, $(R)u, i32(kv_len) <= end);

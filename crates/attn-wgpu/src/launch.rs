@@ -74,7 +74,7 @@ pub(crate) struct KvTables<'a> {
     pub pages: Option<(&'a PageTable, usize)>,
     /// The pages of each sequence, or the places of a view's rows (`view.wgsl`).
     pub lists: &'a [Vec<u32>],
-    /// Slots of the residual pages of a sequence.
+    /// Slots of the residual pages of a sequence: those of its first tile, and the ring of later ones.
     pub residual_slots: usize,
     pub k_tensor_scales: &'a [f32],
     pub v_tensor_scales: &'a [f32],
@@ -89,6 +89,14 @@ impl KvTables<'_> {
         self.pages.map_or(Ok(()), |(table, num_pages)| {
             table.check(problem, format, page_size, num_pages)
         })
+    }
+
+    /// Slots of later tiles' residual pages, which lie behind those of the first tile.
+    fn residual_ring(&self) -> usize {
+        let KvLayout {
+            format, page_size, ..
+        } = self.layout;
+        self.residual_slots - format.first_residual_pages(page_size)
     }
 
     /// The residual pages of sequence `b` in their slots.
@@ -284,7 +292,7 @@ impl LaunchOfBlocks {
             scales_at: tables.scales_at as u32,
             sinks_at: tables.sinks_at as u32,
             pages_per_pool: source.pages_per_pool,
-            residual_ring: source.residual_slots as u32,
+            residual_ring: source.residual_ring() as u32,
             maxima_at: (partials * problem.head_dim) as u32,
             ..problem_params(problem)
         };

@@ -76,6 +76,10 @@ pub(super) fn layout_constants(format: KvFormat, head_dim: usize, page_size: usi
             ("K_WINDOW", k.window().tiles()),
             ("V_WINDOW", v.window().tiles()),
             ("V_RESIDUALS", v_residuals / 16),
+            (
+                "FIRST_RESIDUAL_PAGES",
+                format.first_residual_pages(page_size),
+            ),
             ("RUN_VECS", layout.run_bytes() / 16),
             ("K_PARAMS", layout.k_params().start / 4),
             ("V_CODES", layout.v_codes().start / 16),

@@ -82,7 +82,7 @@ block! {
         num_kv_heads: u32,
         /// Query heads per KV head.
         heads_per_kv: u32,
-        /// Slots of the residual pages of a sequence, or 0.
+        /// Slots of the ring of a sequence's residual pages, behind those of its first tile: a power of two, or 0.
         residual_ring: u32,
         /// 1 if the mask is causal.
         causal: u32,

@@ -139,16 +139,19 @@ fn step(backend: &WgpuBackend, caches: &mut [KvCache; 2], appends: [(usize, usiz
 }
 
 fn recorded_appends_and_steps_have_the_references_bytes(backend: &WgpuBackend) {
-    for name in [
-        "int8",
-        "int4",
-        "int4-w4/int8",
-        "int8-plain/int4-w0",
-        "int4-g1",
-        "int4/int4-g1",
-        "int8-plain/int4",
-        "bf16/fp8",
-        "int4/bf16",
+    for (name, page_size) in [
+        ("int8", 64),
+        ("int4", 64),
+        // The first tile's residuals lie in four pages, and beside those of later tiles.
+        ("int4", 16),
+        ("int8/int4", 128),
+        ("int4-w4/int8", 64),
+        ("int8-plain/int4-w0", 64),
+        ("int4-g1", 64),
+        ("int4/int4-g1", 64),
+        ("int8-plain/int4", 64),
+        ("bf16/fp8", 64),
+        ("int4/bf16", 64),
     ] {
         let format: KvFormat = match name.parse() {
             Ok(format) => format,
@@ -163,6 +166,7 @@ fn recorded_appends_and_steps_have_the_references_bytes(backend: &WgpuBackend) {
             },
         )
         .unit_tensor_scales()
+        .page_size(page_size)
         .sequences(2)
         .max_len(300)
         .build();
