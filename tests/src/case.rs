@@ -65,6 +65,8 @@ pub enum Build {
     Forked,
     /// Written where sequences of other tokens were freed.
     Reused,
+    /// Appended whole with other tokens behind the first ones, taken back to these, which the first tile holds, and appended at once.
+    TakenBack,
     /// Appended in chunks; then what no query token's window sees is dropped, and the pages that this frees are poisoned.
     Dropped,
     /// Not cached: a contiguous `[batch, num_kv_heads, capacity, head_dim]`, read in place.
@@ -362,6 +364,21 @@ impl Case {
                 }
                 for b in (0..lens.len()).rev() {
                     self.append(&mut cache, b, 0..lens[b], &chunks)?;
+                }
+                Ok(cache)
+            }
+            Build::TakenBack => {
+                let mut cache = self.poisoned(backend, self.config())?;
+                let other = Case {
+                    seed: self.seed + 1_000_000,
+                    ..self.clone()
+                };
+                for b in 0..lens.len() {
+                    let right = lens[b].min(41);
+                    self.append(&mut cache, b, 0..right, &chunks)?;
+                    other.append(&mut cache, b, right..lens[b], &[usize::MAX])?;
+                    cache.truncate(b, right)?;
+                    self.append(&mut cache, b, right..lens[b], &[usize::MAX])?;
                 }
                 Ok(cache)
             }

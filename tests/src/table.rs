@@ -126,6 +126,35 @@ fn reduced(table: &mut Table) {
         table.add(case);
     }
     far_scores(table, &["int8", "int4"]);
+    for (format, page_size) in formats(&["int4", "int8/int4"]).into_iter().zip([16, 128]) {
+        let mut case = Case::new([4, 2], 64, &[400, 70], format);
+        case.problem.q_lens = vec![2; case.problem.batch()];
+        (case.build, case.page_size) = (Build::TakenBack, page_size);
+        table.add(case);
+    }
+}
+
+/// The first tile, read with residuals far from its rows: on pages of every size, by few rows and by prompts' ones, where it has most of the weight, where its
+/// residuals were written twice, and behind windows that hide it or a part of it.
+fn first_tiles(table: &mut Table) {
+    for format in formats(&["int4", "int8/int4", "int4-w4/int4", "int4-r2/int4-w0"]) {
+        for page_size in [16, 32, 64, 128] {
+            let mut case = Case::new([8, 2], 64, &[700, 65, 1300, 41], format);
+            case.problem.q_lens = vec![1, 3, 200, 0];
+            (case.build, case.page_size) = (Build::TakenBack, page_size);
+            table.add(case.clone());
+            case.problem.q_lens = vec![1; 4];
+            case.problem.scores.alibi_slopes = Some(vec![-0.25; 8]);
+            table.add(case);
+            let mut case = Case::new([4, 1], 128, &[2100, 330], format);
+            case.problem.q_lens = vec![2; 2];
+            (case.build, case.page_size, case.alone) = (Build::Shuffled, page_size, true);
+            for window in [2060, 300] {
+                case.problem.scores.window_left = Some(window);
+                table.add(case.clone());
+            }
+        }
+    }
 }
 
 /// Scores up to twice as far as the grid reaches, so that rows are on it in some tiles and off it in others; and rows without a step, whose scores are 0,
@@ -286,6 +315,7 @@ fn full(table: &mut Table) {
         table,
         &["int8", "int4", "int8/int4", "int4-g4", "int8-tensor"],
     );
+    first_tiles(table);
 }
 
 /// Pages before every window are gone: of every kernel's rows, of windows inside a page and of whole spans, inside the residuals and before them.

@@ -1,7 +1,7 @@
 //! Files of pages: what `attn quantize` writes, and how it is read and checked.
 //!
-//! A safetensors file. Per layer NAME: `NAME.pages` U8 `[pages, page_bytes]`; `NAME.residual_pages` likewise, those of the last pages where
-//! the format has a window; `NAME.k_scales`, `NAME.v_scales` F32 `[num_kv_heads]` for static scales. Metadata: `attn` = `pages 2`, `kv`, `page_size`,
+//! A safetensors file. Per layer NAME: `NAME.pages` U8 `[pages, page_bytes]`; `NAME.residual_pages` likewise, those of its first tile and of its last pages where
+//! the format has a window; `NAME.k_scales`, `NAME.v_scales` F32 `[num_kv_heads]` for static scales. Metadata: `attn` = `pages 3`, `kv`, `page_size`,
 //! `checksum`, and per NAME a JSON object with `tokens`, `num_kv_heads`, `head_dim`; so no layer can have the name of a setting. The bytes are
 //! those of FORMATS.md.
 //!
@@ -20,7 +20,7 @@ use serde_json::Value;
 use crate::data::{LayerName, parse};
 
 /// What the metadata's `attn` says.
-pub const KIND: &str = "pages 2";
+pub const KIND: &str = "pages 3";
 
 /// Keys of the metadata that are no layers.
 pub const SETTINGS: [&str; 4] = ["attn", "kv", "page_size", CHECKSUM];

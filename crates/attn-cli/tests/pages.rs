@@ -64,9 +64,9 @@ fn files_of_another_version_or_without_pages_are_refused() {
     let bytes = fs::read(&pages).unwrap();
     for (from, to, says) in [
         (
-            "pages 2",
+            "pages 3",
             "pages 1",
-            "holds `pages 1`, but this version reads `pages 2`; make it again with `attn quantize`",
+            "holds `pages 1`, but this version reads `pages 3`; make it again with `attn quantize`",
         ),
         (
             "one.pages",

@@ -13,7 +13,7 @@ use crate::{
     backends::{Backends, CPU},
     draw::Draw,
     hold,
-    pages::{Shape, page_counts},
+    pages::{self, Shape, page_counts, residual_homes},
 };
 
 /// Draws a cache and a life of actions; see the module.
@@ -98,7 +98,7 @@ struct Sequence {
     /// K and V as appended; `None` once pages of other origin are restored.
     floats: Option<[Vec<f32>; 2]>,
     tokens: usize,
-    /// The first home page whose residuals came with the pages that were restored.
+    /// Behind the pages of the first 64 tokens, the first home page whose residuals came with the pages that were restored.
     first_residual: usize,
 }
 
@@ -209,30 +209,33 @@ impl<'a> Life<'a> {
             self.config.format,
         );
         let len = self.sequences[s].tokens;
-        let [held, old_kept] = self.held_counts(s);
-        let [home, kept] = page_counts(format, size, len.saturating_add(tokens));
-        // Residuals are kept for home pages `first..home`; those of `old_first..held` are there.
-        let (old_first, first) = (held - old_kept, home - kept);
-        let added = (home - held).saturating_add(home - first.max(held));
+        let held = self.held_counts(s);
+        let counts = page_counts(format, size, len.saturating_add(tokens));
+        let kept = residual_homes(format, size, counts);
+        let new_residuals = kept.clone().filter(|i| *i >= held[0]).count();
+        let added = (counts[0] - held[0]).saturating_add(new_residuals);
         let open = table.pages[s].last().filter(|_| !len.is_multiple_of(size));
         let copied = match open {
             Some(page) if Self::owners(&table.pages, *page) > 1 => {
-                1 + usize::from(kept > 0 && first < held)
+                1 + usize::from(kept.clone().any(|i| i + 1 == held[0]))
             }
             _ => 0,
         };
         demand.pages = demand.pages.saturating_add(added).saturating_add(copied);
-        let dropped = first.saturating_sub(old_first).min(old_kept);
-        let alone = |page: &&u32| Self::owners(&table.residual_pages, **page) == 1;
-        let dropped = table.residual_pages[s][..dropped].iter().filter(alone);
-        demand.recyclable.extend(dropped);
+        let old = residual_homes(format, size, held).zip(&table.residual_pages[s]);
+        let dropped = old.filter(|(i, page)| {
+            !kept.clone().any(|k| k == *i) && Self::owners(&table.residual_pages, **page) == 1
+        });
+        demand.recyclable.extend(dropped.map(|(_, page)| page));
     }
 
-    /// A sequence's home pages, and how many of the last of them have a residual page in the cache.
+    /// A sequence's home pages, and how many of them have a residual page in the cache.
     fn held_counts(&self, s: usize) -> [usize; 2] {
-        let sequence = &self.sequences[s];
-        let [home, kept] = page_counts(self.config.format, self.config.page_size, sequence.tokens);
-        [home, kept.min(home - sequence.first_residual)]
+        let (sequence, size) = (&self.sequences[s], self.config.page_size);
+        let [home, kept] = page_counts(self.config.format, size, sequence.tokens);
+        let first = pages::first_pages(self.config.format, size, home);
+        let restored = first + (home - sequence.first_residual.max(first));
+        [home, kept.min(restored)]
     }
 
     /// Whether the pool has room for what appends take.

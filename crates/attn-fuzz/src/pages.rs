@@ -38,7 +38,7 @@ pub fn is_integer(format: KvFormat) -> bool {
     !float(format.k) && !float(format.v)
 }
 
-/// Tiles that a row reads with residuals.
+/// Tiles that a row reads with residuals, beside the first.
 pub fn window(scheme: Scheme) -> usize {
     match scheme {
         Scheme::RotatedInt4 { window, .. } => match window {
@@ -50,26 +50,55 @@ pub fn window(scheme: Scheme) -> usize {
     }
 }
 
-/// The home pages of a sequence in a cache, and how many of the last of them have a residual page there, if it was never restored.
+/// The larger window of a format's schemes.
+fn larger_window(format: KvFormat) -> usize {
+    window(format.k).max(window(format.v))
+}
+
+/// The home pages of the first 64 tokens, if there are so many and the format keeps their residuals.
+pub fn first_pages(format: KvFormat, page_size: usize, home: usize) -> usize {
+    match larger_window(format) {
+        0 => 0,
+        _ => 64usize.div_ceil(page_size).min(home),
+    }
+}
+
+/// The home pages of a sequence, and how many of them have a residual page: those of the first 64 tokens, and so many last ones.
+fn counts(format: KvFormat, page_size: usize, home: usize, last: usize) -> [usize; 2] {
+    let first = first_pages(format, page_size, home);
+    [home, first + last.min(home - first)]
+}
+
+/// The home pages of a sequence in a cache, and how many of them have a residual page there, if it was never restored.
 pub fn page_counts(format: KvFormat, page_size: usize, tokens: usize) -> [usize; 2] {
-    let home = tokens.div_ceil(page_size);
-    let kept = match (window(format.k).max(window(format.v)), page_size) {
+    let last = match (larger_window(format), page_size) {
         (2, 128) => 3,
         (tiles, _) => 2 * 64 * tiles / page_size,
     };
-    [home, kept.min(home)]
+    counts(format, page_size, tokens.div_ceil(page_size), last)
 }
 
-/// The home pages of a sequence outside of a cache, and how many of the last of them have a residual page there.
+/// The home pages of a sequence outside of a cache, and how many of them have a residual page there.
 pub fn saved_counts(format: KvFormat, page_size: usize, tokens: usize) -> [usize; 2] {
     let home = tokens.div_ceil(page_size);
-    match window(format.k).max(window(format.v)) {
+    match larger_window(format) {
         0 => [home, 0],
         tiles => {
             let first = (tokens.saturating_sub(64) / 64 + 1).saturating_sub(tiles) * 64;
-            [home, home.saturating_sub(first / page_size)]
+            let last = home.saturating_sub(first / page_size);
+            counts(format, page_size, home, last)
         }
     }
+}
+
+/// The home pages that have residual pages, in the order of these: `kept` of them.
+pub fn residual_homes(
+    format: KvFormat,
+    page_size: usize,
+    [home, kept]: [usize; 2],
+) -> impl DoubleEndedIterator<Item = usize> + Clone {
+    let first = first_pages(format, page_size, home).min(kept);
+    (0..first).chain(home - (kept - first)..home)
 }
 
 /// The value of an e4m3 code.
@@ -237,7 +266,7 @@ impl Side {
     /// What a row of a tile reads of token `t`.
     pub fn read_from(&self, own_tile: usize, t: usize) -> &Numbers {
         let window = window(self.scheme);
-        if window > 0 && own_tile < t / 64 + window {
+        if window > 0 && (t < 64 || own_tile < t / 64 + window) {
             &self.fine
         } else {
             &self.coarse
@@ -294,7 +323,8 @@ fn turned_back(scheme: Scheme, head_dim: usize, stored: &[f64]) -> Vec<f64> {
 /// Reads what `KvCache::read_back` gives for a sequence of `tokens`: K and V.
 pub fn read(shape: &Shape, pages: &[Vec<u8>], tokens: usize, scales: [&[f32]; 2]) -> [Side; 2] {
     let schemes = [shape.format.k, shape.format.v];
-    let [home, kept] = saved_counts(shape.format, shape.page_size, tokens);
+    let counts = saved_counts(shape.format, shape.page_size, tokens);
+    let homes = residual_homes(shape.format, shape.page_size, counts);
     let k_bytes: usize = part_bytes(shape, schemes[0]).iter().sum();
     // In a residual page V's nibbles follow K's, if K has any.
     let k_residuals = match window(schemes[0]) {
@@ -306,7 +336,8 @@ pub fn read(shape: &Shape, pages: &[Vec<u8>], tokens: usize, scales: [&[f32]; 2]
         let [mut coarse, mut fine] = [Numbers::default(), Numbers::default()];
         for t in 0..tokens {
             let (page, token) = (t / shape.page_size, t % shape.page_size);
-            let residuals = (page + kept).checked_sub(home).map(|i| &pages[home + i]);
+            let kept = homes.clone().position(|home| home == page);
+            let residuals = kept.map(|i| &pages[counts[0] + i]);
             for head in 0..shape.heads {
                 let run = |page: &'_ Vec<u8>| head * run_bytes(shape)..page.len();
                 let part = &pages[page][run(&pages[page])][if is_k { 0 } else { k_bytes }..];

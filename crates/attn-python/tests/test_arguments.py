@@ -217,7 +217,7 @@ METHODS = {
     "attend": dict(
         STEP, sinks=([0.5, 0.5], [NUMBERS, NONE]), arithmetic=("exact", [ARITHMETIC]), out=(numpy.empty_like(X), [ROWS, NONE]), return_lse=(True, [FLAG])
     ),
-    "attend_spans": dict(STEP, tokens_after=([0], [COUNTS, NONE]), spans=(1, [COUNT, NONE])),
+    "attend_spans": dict(STEP, tokens_before=([0], [COUNTS, NONE]), tokens_after=([0], [COUNTS, NONE]), spans=(1, [COUNT, NONE])),
     "truncate": dict(sequence=(0, [COUNT]), tokens=(60, [COUNT])),
     "drop_before": dict(sequence=(0, [COUNT]), token=(64, [COUNT])),
     "add_sequences": dict(sequences=(1, [COUNT])),

@@ -234,11 +234,11 @@ def test_shards_in_caches_have_the_bits_of_one_cache(rng, format, modifiers):
             rows_of = slice(2500 * sequence + first, 2500 * sequence + last)
             on_gpus.append(k[rows_of], v[rows_of], sequences=sequence)
             on_cpu.append(k[rows_of].cpu(), v[rows_of].cpu(), sequences=sequence)
-        after = [n - last for n, (_, last) in zip(lens, parts)]
+        others = dict(tokens_before=[start if first < last else 0 for first, last in parts], tokens_after=[n - last for n, (_, last) in zip(lens, parts)])
         # As many spans as needed, and more: states that see no token.
         for spans in (None, 4):
-            max_sums, o = on_gpus.attend_spans(q, tokens_after=after, spans=spans, **chosen, **modifiers)
-            of_cpu, o_of_cpu = on_cpu.attend_spans(q.cpu(), tokens_after=after, spans=spans, **chosen, **modifiers)
+            max_sums, o = on_gpus.attend_spans(q, spans=spans, **others, **chosen, **modifiers)
+            of_cpu, o_of_cpu = on_cpu.attend_spans(q.cpu(), spans=spans, **others, **chosen, **modifiers)
             seen = of_cpu[..., 0] > float("-inf")
             assert torch.equal(max_sums[..., 0].cpu(), of_cpu[..., 0]), (start, spans)
             assert torch.equal(max_sums.cpu()[seen], of_cpu[seen]) and torch.equal(o.cpu()[seen], o_of_cpu[seen]), (start, spans)

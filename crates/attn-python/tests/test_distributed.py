@@ -150,7 +150,7 @@ def _on_gpu(rank):
     cache = attn.Cache("int8", **_options("int8", device))
     first, last = (min(TOKENS, 2048 * i) if i < ranks else TOKENS for i in (rank, rank + 1))
     cache.append(k[first:last], v[first:last])
-    states = cache.attend_spans(q[-1:], tokens_after=[TOKENS - last], spans=3)
+    states = cache.attend_spans(q[-1:], tokens_before=[first // 1024 * 1024], tokens_after=[TOKENS - last], spans=3)
     merge = lambda: merge_spans_over("int8", *states, kv_heads=HEADS, own_heads=True)
     wanted = merge()
     graph = torch.cuda.CUDAGraph()
@@ -181,7 +181,7 @@ def _own_heads(rank, ranks):
     for format in FORMATS:
         cache = attn.Cache(format, **_options(format))
         cache.append(k[first:last], v[first:last])
-        states = cache.attend_spans(q[-3:], tokens_after=[TOKENS - max(first, last)], spans=2)
+        states = cache.attend_spans(q[-3:], tokens_before=[first], tokens_after=[TOKENS - max(first, last)], spans=2)
         scales = _options(format).get("v_scales")
         options = dict(kv_heads=HEADS, sinks=torch.tensor(SINKS), v_scales=None if scales is None else torch.tensor(scales))
         own = merge_spans_over(format, *states, own_heads=True, dtype=torch.bfloat16, **options)

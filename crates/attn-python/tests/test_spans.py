@@ -9,14 +9,14 @@ SCALES = dict(k_scales=[0.05, 0.02], v_scales=[0.02, 0.05])
 
 
 def shards(format, k, v, lens, cuts, **options):
-    """For each shard between two of `cuts` its cache, which has no other tokens, and how many follow."""
+    """For each shard between two of `cuts` its cache, which has no other tokens, and how many lie ahead and follow."""
     first = numpy.cumsum([0, *lens])
     for start, end in zip(cuts, cuts[1:]):
         parts = [(min(start, n), min(end, n)) for n in lens]
         cache = attn.Cache(format, heads=2, dim=64, max_tokens=max(b - a for a, b in parts), sequences=len(lens), max_q_len=200, device="cpu", **options)
         for i, (a, b) in enumerate(parts):
             cache.append(k[first[i] + a : first[i] + b], v[first[i] + a : first[i] + b], sequences=i)
-        yield cache, [n - b for n, (_, b) in zip(lens, parts)]
+        yield cache, dict(tokens_before=[start if a < b else 0 for a, b in parts], tokens_after=[n - b for n, (_, b) in zip(lens, parts)])
 
 
 @pytest.mark.parametrize("cuts", [[0, 1024, 2048, 4096], [0, 2048, 4096], [0, 1024, 1024, 4096]])
@@ -42,9 +42,9 @@ def test_shards_have_the_bits_of_one_cache(rng, format, modifiers, cuts):
         whole.append(k[first[i] : first[i + 1]], v[first[i] : first[i + 1]], sequences=i)
     wanted, wanted_lse = whole.attend(q, sequences=[0, 1, 2], q_lens=q_lens, sinks=sinks, return_lse=True, **modifiers)
     states = [
-        cache.attend_spans(q, sequences=[0, 1, 2], q_lens=q_lens, tokens_after=after, spans=spans, **modifiers)
+        cache.attend_spans(q, sequences=[0, 1, 2], q_lens=q_lens, spans=spans, **others, **modifiers)
         # As many as needed, and more.
-        for (cache, after), spans in zip(shards(format, k, v, lens, cuts, **scales), (None, 3, None))
+        for (cache, others), spans in zip(shards(format, k, v, lens, cuts, **scales), (None, 3, None))
     ]
     assert states[1][0].shape == (3, 203, 8, 2) and (states[1][0][2, :, :, 0] == -numpy.inf).all()
     max_sums, o = (numpy.concatenate(x) for x in zip(*states))
@@ -79,6 +79,10 @@ def test_what_is_no_shard_is_refused(rng):
         (attn.ParameterError, lambda: cache.attend_spans(q, sequences=1, tokens_after=[-3])),
         (attn.ParameterError, lambda: cache.attend_spans(q, sequences=0, tokens_after=[1 << 21])),
         (attn.ShapeError, lambda: cache.attend_spans(q, sequences=1, tokens_after=[0, 0])),
+        (attn.ParameterError, lambda: cache.attend_spans(q, sequences=1, tokens_before=[1000])),
+        (attn.ParameterError, lambda: cache.attend_spans(q, sequences=1, tokens_before=[-1024])),
+        (attn.ParameterError, lambda: cache.attend_spans(q, sequences=1, tokens_before=[1 << 20])),
+        (attn.ShapeError, lambda: cache.attend_spans(q, sequences=1, tokens_before=[0, 0])),
         (attn.ParameterError, lambda: cache.attend_spans(q, sequences=1, spans=1)),
         (attn.ParameterError, lambda: cache.attend_spans(q, sequences=1, spans=0)),
         (attn.SequenceError, lambda: cache.attend_spans(q, sequences=2)),

@@ -206,8 +206,8 @@ impl Session {
         self.backend.decode(&mut step)
     }
 
-    /// Attends to a shard of each sequence, and leaves the states of its spans. [`Attend::tokens_after`] says how many tokens follow in other shards; sinks belong
-    /// to the merge of all shards ([`SpanStates::finish`]).
+    /// Attends to a shard of each sequence, and leaves the states of its spans. [`Attend::tokens_before`] and [`Attend::tokens_after`] say how many tokens lie ahead and follow in
+    /// other shards; sinks belong to the merge of all shards ([`SpanStates::finish`]).
     ///
     /// ```
     /// use attn::{Append, Attend, BackendId, CacheConfig, Device, Heads, KvFormat, Problem, Session, SpanStates};
@@ -218,11 +218,11 @@ impl Session {
     /// let q = [0.25; 4 * 64];
     /// // 1024 tokens here, and 300 in another shard.
     /// let mut shards = Vec::new();
-    /// for (tokens, after) in [(1024, 300), (300, 0)] {
+    /// for (before, tokens, after) in [(0, 1024, 300), (1024, 300, 0)] {
     ///     let mut session = Session::new(device.clone(), &config)?;
     ///     let append = [Append { sequence: 0, tokens }];
     ///     session.append(&append, &vec![0.5; tokens * 64], &vec![2.0; tokens * 64])?;
-    ///     let at = Attend { tokens_after: &[after], ..Attend::new(heads.q, &[0]) };
+    ///     let at = Attend { tokens_before: &[before], tokens_after: &[after], ..Attend::new(heads.q, &[0]) };
     ///     shards.push(session.span_states(&at, &q)?);
     /// }
     /// let (mut out, mut lse) = ([0.0; 4 * 64], [0.0; 4]);

@@ -160,11 +160,13 @@ impl Life<'_> {
             self.config.page_size,
             self.cache.table(),
         );
-        let [home, _] = pages::page_counts(self.config.format, size, len + writes.len());
+        let format = self.config.format;
+        let [home, _] = pages::page_counts(format, size, len + writes.len());
         let kept = table.residual_pages[s].len();
+        let homes = pages::residual_homes(format, size, [home, kept]);
         for (i, write) in writes.iter().enumerate() {
             let (at, page) = (len + i, (len + i) / size);
-            let residual = (page + kept).checked_sub(home);
+            let residual = homes.clone().position(|home| home == page);
             let residual = residual.map(|i| table.residual_pages[s][i]);
             let good = write.source == first + i
                 && write.page == table.pages[s][page]
@@ -258,7 +260,8 @@ impl Life<'_> {
         if done.is_err() {
             return Ok(Done::Refused);
         }
-        given.first_residual = home - (given.bytes.len() - home);
+        let first = pages::first_pages(self.config.format, self.config.page_size, home);
+        given.first_residual = home - (given.bytes.len() - home - first);
         let back = self.cache.read_back(to).map_err(|e| e.to_string())?;
         if whole && fits_pages {
             self.sequences[to] = given;

@@ -94,8 +94,9 @@ impl Life<'_> {
                 "sequence {s} does not have {} tokens; {self:?}",
                 sequence.tokens
             );
-            let residuals = residuals.iter().enumerate();
-            let residuals = residuals.map(|(i, page)| (home - kept + i, *page));
+            let (format, size) = (self.config.format, self.config.page_size);
+            let residuals =
+                pages::residual_homes(format, size, [home, kept]).zip(residuals.iter().copied());
             let of_home = own.iter().copied().enumerate().map(|at| (at, None));
             let of_residuals = residuals.map(|(i, page)| ((i, page), Some(own[i])));
             for ((i, page), of) in of_home.chain(of_residuals) {
@@ -193,12 +194,15 @@ fn check_error(config: &CacheConfig, side: &Side, x: &[f32]) -> Result<(), Strin
     let largest = |row: &[f64]| row.iter().fold(0.0, |a: f64, x| a.max(x.abs()));
     let most: Vec<f64> = rows.chunks_exact(dim).map(largest).collect();
     let tokens = x.len() / dim / config.num_kv_heads;
-    let [home, kept] = pages::saved_counts(config.format, config.page_size, tokens);
-    // Tokens from here on have residuals.
-    let first = (home - kept) * config.page_size * dim * config.num_kv_heads;
-    let readings: [(&Numbers, usize); 2] = [(&side.coarse, 0), (&side.fine, first)];
-    for (numbers, first) in readings {
-        for (i, value) in numbers.stored.iter().enumerate().skip(first) {
+    let counts = pages::saved_counts(config.format, config.page_size, tokens);
+    let homes = pages::residual_homes(config.format, config.page_size, counts);
+    let of_page = config.page_size * dim * config.num_kv_heads;
+    let readings: [(&Numbers, bool); 2] = [(&side.coarse, false), (&side.fine, true)];
+    for (numbers, is_fine) in readings {
+        for (i, value) in numbers.stored.iter().enumerate() {
+            if is_fine && !homes.clone().any(|home| home == i / of_page) {
+                continue;
+            }
             let row = most[i / dim];
             // f16 holds no larger scale.
             if row > 60000.0 && scheme.has_row_scales() {

@@ -65,7 +65,16 @@ class _StepOptions:
     q_lens: List[int]
     layer: int
     modifiers: Modifiers
+    tokens_before: List[int] = field(default_factory=list)
     tokens_after: List[int] = field(default_factory=list)
+
+
+def _of_sequences(name: str, tokens: Optional[Sequence[int]], sequences: List[int]) -> List[int]:
+    """Counts of tokens of other shards, one for each sequence; none if not given."""
+    found = [] if tokens is None else counts(name, tokens)
+    if found and len(found) != len(sequences):
+        raise ShapeError(f"{name} has {len(found)} counts for {len(sequences)} sequences")
+    return found
 
 
 class Cache:
@@ -365,6 +374,7 @@ class Cache:
         layer: Optional[int] = None,
         sequences: Union[None, int, Sequence[int]] = None,
         q_lens: Optional[Sequence[int]] = None,
+        tokens_before: Optional[Sequence[int]] = None,
         tokens_after: Optional[Sequence[int]] = None,
         spans: Optional[int] = None,
         scale: Optional[float] = None,
@@ -378,6 +388,8 @@ class Cache:
         shards leave, where the format is an integer one. On the CPU and on CUDA devices.
 
         Args:
+            tokens_before: tokens of each sequence that lie in shards ahead, multiples of 1024: a shard with none ahead has the sequence's first tile, which
+                formats with a window read finely. None lie ahead if not given.
             tokens_after: tokens of each sequence that follow in other shards; queries are the last tokens of all. None follow if not given.
             spans: states to return, at least those that the longest sequence's tokens here have, such as the number that the longest shard of all
                 has; as many as needed if not given.
@@ -388,18 +400,18 @@ class Cache:
             heads, dim]`; of q's library.
 
         Raises:
-            Those of `attend`; ParameterError for a shard that ends inside a span though tokens follow.
+            Those of `attend`; ParameterError for a shard that ends inside a span though tokens follow, and for part of a span ahead.
         """
         rows = Rows("q", q)
         sequences, q_lens = self._batch("q", rows, sequences, "q_lens", q_lens)
-        after = [] if tokens_after is None else counts("tokens_after", tokens_after)
-        if after and len(after) != len(sequences):
-            raise ShapeError(f"tokens_after has {len(after)} counts for {len(sequences)} sequences")
+        before = _of_sequences("tokens_before", tokens_before, sequences)
+        after = _of_sequences("tokens_after", tokens_after, sequences)
         options = _StepOptions(
             sequences=sequences,
             q_lens=q_lens,
             layer=self._layer(layer),
             modifiers=Modifiers.of(scale, causal, softcap, window_left, alibi_slopes, None, "exact"),
+            tokens_before=before,
             tokens_after=after,
         )
         lens = self.lens

@@ -71,7 +71,7 @@ def merge_spans(
     >>> rows, q = numpy.ones((1500, 1, 64), "f"), numpy.ones((1, 4, 64), "f")
     >>> first.append(rows[:1024], rows[:1024])
     >>> last.append(rows[1024:], rows[1024:])
-    >>> states = first.attend_spans(q, tokens_after=[476]), last.attend_spans(q)
+    >>> states = first.attend_spans(q, tokens_after=[476]), last.attend_spans(q, tokens_before=[1024])
     >>> out, lse = attn.merge_spans("int8", *(numpy.concatenate(x) for x in zip(*states)), kv_heads=1)
     >>> whole = attn.Cache(heads=1, dim=64, max_tokens=1500, device="cpu")
     >>> whole.append(rows, rows)

@@ -262,6 +262,7 @@ class ContextParallelCache:
                 sequences=sequences,
                 q_lens=q_lens,
                 # A rank whose tokens are still to come sees nothing.
+                tokens_before=[self.rank * self.share if self._of_rank(n) else 0 for n in lens],
                 tokens_after=[max(0, n - self.rank * self.share - self._of_rank(n)) for n in lens],
                 spans=self._spans(max(lens, default=0)),
                 scale=scale,

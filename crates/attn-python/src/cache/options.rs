@@ -10,6 +10,8 @@ use crate::{dlpack::Array, errors, modifiers::Modifiers};
 pub struct StepOptions {
     sequences: Vec<usize>,
     q_lens: Vec<usize>,
+    /// The tokens of each sequence that lie in shards ahead; empty without shards.
+    tokens_before: Vec<usize>,
     /// The tokens of each sequence that follow in other shards; empty without shards.
     tokens_after: Vec<usize>,
     layer: usize,
@@ -20,6 +22,7 @@ pub struct StepOptions {
 pub(super) struct Attending {
     sequences: Vec<usize>,
     q_lens: Vec<usize>,
+    tokens_before: Vec<usize>,
     tokens_after: Vec<usize>,
     layer: usize,
     q_heads: usize,
@@ -36,6 +39,7 @@ impl Attending {
         Ok(Attending {
             sequences: options.sequences,
             q_lens: options.q_lens,
+            tokens_before: options.tokens_before,
             tokens_after: options.tokens_after,
             layer: options.layer,
             q_heads,
@@ -49,6 +53,7 @@ impl Attending {
             q_heads: self.q_heads,
             sequences: &self.sequences,
             q_lens: Some(&self.q_lens),
+            tokens_before: &self.tokens_before,
             tokens_after: &self.tokens_after,
             scores: self.scores.clone(),
         }
