@@ -15,7 +15,7 @@ namespace attn {
 
 enum { OK, KV_LEN, PAGE, RESIDUAL_PAGE, QUERY, SINK, SLOT, POSITION, QUERY_START, TOKENS_AFTER, TOKENS_BEFORE };
 constexpr int SPAN_TOKENS = TILE << SPAN_SHIFT;  // shards but the last are of whole spans
-constexpr int MOST_TOKENS = 1 << 20;             // of a sequence in all shards
+constexpr int MOST_TOKENS = 1 << 20;  // of a sequence in all shards
 
 __device__ void report(int* to, int kind, int index, int value, int limit) {
     if (atomicCAS(to, OK, kind) == OK) to[1] = index, to[2] = value, to[3] = limit;

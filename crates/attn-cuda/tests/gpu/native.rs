@@ -246,6 +246,8 @@ impl<'a> Engine<'a> {
         self.seed += 2;
         let (mut k, mut v) = (Vec::new(), Vec::new());
         let (mut slots, mut residuals) = (Vec::new(), Vec::new());
+        let format = self.cache.config().format;
+        let first = format.first_residual_pages(PAGE);
         for (b, count) in counts.into_iter().enumerate() {
             let [new_k, new_v] = [0, 1].map(|i| {
                 numbers::rounded(dtype, &noise(self.seed + 7 * i + b as u64, count * row))
@@ -260,9 +262,12 @@ impl<'a> Engine<'a> {
                 let page = at / PAGE;
                 slots
                     .push(i64::from(table()[b * STRIDE + page]) * PAGE as i64 + (at % PAGE) as i64);
-                let is_kept = page + self.slots > (end - 1) / PAGE;
+                let is_kept = page < first || page + self.slots > (end - 1) / PAGE + first;
                 residuals.push(match is_kept {
-                    true => (BATCH * STRIDE + b * self.slots + page % self.slots) as u32,
+                    true => {
+                        let slot = format.residual_slot(PAGE, self.slots, page);
+                        (BATCH * STRIDE + b * self.slots + slot) as u32
+                    }
                     false => u32::MAX,
                 });
             }

@@ -123,9 +123,8 @@ impl<'a> Engine<'a> {
                 let page = at / PAGE;
                 let home = pages.pages[b][page] as usize;
                 new.slots.push((home * PAGE + at % PAGE) as i64);
-                let behind = pages.pages[b].len() - 1 - page;
-                let kept = pages.residual_pages[b].iter().rev().nth(behind);
-                new.residuals.push(kept.copied().unwrap_or(u32::MAX));
+                let kept = pages.residual_page(b, page);
+                new.residuals.push(kept.unwrap_or(u32::MAX));
                 new.positions.push(table.position(b, at) as i64);
             }
         }
