@@ -65,7 +65,7 @@ pub enum Build {
     Forked,
     /// Written where sequences of other tokens were freed.
     Reused,
-    /// Appended whole with other tokens behind the first ones, taken back to these, which the first tile holds, and appended in chunks.
+    /// Appended whole with other tokens behind the first ones, taken back to these, which the first tile holds, and appended at once.
     TakenBack,
     /// Appended in chunks; then what no query token's window sees is dropped, and the pages that this frees are poisoned.
     Dropped,
@@ -378,7 +378,7 @@ impl Case {
                     self.append(&mut cache, b, 0..right, &chunks)?;
                     other.append(&mut cache, b, right..lens[b], &[usize::MAX])?;
                     cache.truncate(b, right)?;
-                    self.append(&mut cache, b, right..lens[b], &chunks)?;
+                    self.append(&mut cache, b, right..lens[b], &[usize::MAX])?;
                 }
                 Ok(cache)
             }
