@@ -15,13 +15,14 @@ fn relative(error: impl Iterator<Item = (f64, f64)>) -> f64 {
 }
 
 /// Limits of the output error against f64 attention over the file's tensors, and of the arithmetic error against f64 attention over the same
-/// cache, both over all layers. Those of the presets are the project's targets; the others are 1.2 times what was measured.
+/// cache, both over all layers. That of int8 is the project's target; the others are 1.2 times what was measured, so that int4
+/// whose first tile is read without residuals (2.9 % and 4.2 % in the presets) is beyond them.
 #[rstest]
 #[case("int8", 0.0145, 0.012)]
-#[case("int8/int4", 0.032, 0.012)]
-#[case("int4", 0.046, 0.012)]
-#[case("int4-r2", 0.046, 0.012)]
-#[case("int4-w4", 0.046, 0.012)]
+#[case("int8/int4", 0.019, 0.012)]
+#[case("int4", 0.0346, 0.012)]
+#[case("int4-r2", 0.0336, 0.012)]
+#[case("int4-w4", 0.0291, 0.012)]
 #[case("int4-w0", 0.20, 0.012)]
 #[case("int8-plain", 0.023, 0.016)]
 #[case("int8-g32", 0.021, 0.016)]

@@ -251,12 +251,13 @@ impl KvCache {
     /// The sequence has the image ([`KvCache::image`]) of a run that never had the others, and what is appended then has its bytes and outputs. Of formats
     /// with a window the residuals that the next tokens read must be there still: since the last append, as many tokens as it had, if at most
     /// [`CacheConfig::max_q_len`], and 64 of a sequence of which none but such drafts were taken back before, also after it was restored. More go as far as
-    /// residuals reach; the image then has fewer of these. Other formats have no such limit. Of a sequence with dropped tokens
+    /// residuals reach; the image then has fewer of these. To its first 64 tokens, or its first page where that is larger, a sequence goes back from any
+    /// length. Other formats have no such limit. Of a sequence with dropped tokens
     /// ([`KvCache::drop_before`]) at least these stay, or none at all.
     ///
     /// # Errors
     /// [`Error::Sequence`]; [`Error::PastEnd`] for more tokens than there are; [`Error::Truncate`] for fewer than were dropped, or than the residuals
-    /// reach back to, with the fewest that can be kept; [`Error::Step`] for a sequence with tokens of an open step, which
+    /// reach back to, with the numbers that can be kept; [`Error::Step`] for a sequence with tokens of an open step, which
     /// [`KvCache::cancel_step`] takes back. Nothing is changed then.
     ///
     /// ```

@@ -274,22 +274,22 @@ def _refuse_for_one(rank):
     found = {}
     for format in ("int4", "int8/int4", "int8"):
         cache, whole = ContextParallelCache(format, **options), attn.Cache(format, **options)
-        for start in range(0, 1320, 40):
+        for start in range(0, 1400, 40):
             part = slice(start, start + 40)
             cache.append(k[part], v[part])
             whole.append(k[part], v[part])
         said = []
-        # Of the first shard's 1024 tokens 600 stay, and none of the other's; of the other's 296 there stay 100; queries that reach back as far.
-        for call in (lambda: cache.truncate(0, 600), lambda: cache.truncate(0, 1124), lambda: cache.attend(q[1120:1320])):
+        # Of the first shard's 1024 tokens 600 stay, and none of the other's; of the other's 376 there stay 100; queries that reach back as far.
+        for call in (lambda: cache.truncate(0, 600), lambda: cache.truncate(0, 1124), lambda: cache.attend(q[1200:1400])):
             if format == "int8":
                 continue
             with pytest.raises(attn.ShapeError) as refusal:
                 call()
             said.append(str(refusal.value))
-            assert cache.lens == [1320] and cache.cache.lens == [(1024, 296)[rank]], said
-        steps = [(cache.attend(q[1319:1320]), whole.attend(q[1319:1320]))]
+            assert cache.lens == [1400] and cache.cache.lens == [(1024, 376)[rank]], said
+        steps = [(cache.attend(q[1399:1400]), whole.attend(q[1399:1400]))]
         # What no rank refuses: the latest tokens, and all of them.
-        for kept in (1300, 1275):
+        for kept in (1380, 1355):
             cache.truncate(0, kept)
             whole.truncate(0, kept)
             cache.append(k[:7], v[:7])

@@ -438,7 +438,7 @@ class Cache:
     def truncate(self, sequence: int, tokens: int) -> None:
         """Keeps a sequence's first `tokens` and takes back the others, such as drafts that were rejected.
 
-        Formats with a window (`"int4"`, `"int8/int4"`) can take back the tokens of the last append (up to `max_q_len`); others any number.
+        Formats with a window (`"int4"`, `"int8/int4"`) can take back the tokens of the last append (up to `max_q_len`), and all but the first 64 or fewer; others any number.
         """
         self._cache.truncate(count("sequence", sequence), count("tokens", tokens))
 
@@ -477,7 +477,7 @@ class Cache:
     def export(self, sequence: int = 0, layer: Optional[int] = None) -> Tuple[Any, Any]:
         """K and V of a sequence as attention over a layer reads them, dequantized: two numpy arrays of float32, `[tokens, heads, dim]`.
 
-        Formats with a window give the newest tokens with their residuals.
+        Formats with a window give the first 64 and the newest tokens with their residuals.
         """
         sequence = count("sequence", sequence)
         lens = self.lens
