@@ -424,6 +424,33 @@ fn a_recorded_append_that_fails_gives_its_pages_back(backend: &WgpuBackend) {
     cache.read_back(1).unwrap();
 }
 
+/// Kills a plan or a prepared step that takes a later shard for a whole sequence: its kernels would read the shard's first tile as the sequence's.
+fn shards_are_refused(backend: &WgpuBackend) {
+    let heads = Heads {
+        q: HEADS,
+        kv: HEADS,
+        dim: DIM,
+    };
+    let config = CacheConfig::builder(KvFormat::INT4, heads).sequences(1);
+    let cache = backend.create_cache(&config.max_len(64).build()).unwrap();
+    let problem = Problem::new(heads, [0]);
+    backend.prepare(&problem, &cache).map(|_| ()).unwrap();
+    for shard in [
+        problem.clone().tokens_before([1024]),
+        problem.clone().tokens_after([1024]),
+    ] {
+        let planned = backend.plan(&shard, KvFormat::INT4).map(|_| ());
+        let prepared = backend.prepare(&shard, &cache).map(|_| ());
+        for refused in [planned, prepared] {
+            let no_kernel = matches!(
+                refused,
+                Err(Error::Unsupported(Unsupported::NoKernel { .. }))
+            );
+            assert!(no_kernel, "{refused:?}");
+        }
+    }
+}
+
 /// Adds the tests of this file.
 pub fn add(trials: Trials<WgpuBackend>) -> Trials<WgpuBackend> {
     trials
@@ -467,4 +494,5 @@ pub fn add(trials: Trials<WgpuBackend>) -> Trials<WgpuBackend> {
             "hostile: a recorded append that fails gives its pages back",
             a_recorded_append_that_fails_gives_its_pages_back,
         )
+        .test("hostile: shards are refused", shards_are_refused)
 }
