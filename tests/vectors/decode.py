@@ -8,12 +8,10 @@ Section numbers are those of the page. Every `f32(...)` is one rounding; numbers
 V has zeros.
 """
 
-import pathlib
-import sys
 from fractions import Fraction as F
 
 from grid import bits, byte, from_bits, scale_point, step, units
-from make import clamp, f32, rhe, to_f16, token, value
+from make import clamp, f32, rhe, to_f16, token, value, write_or_check
 
 TILE, SEGMENT, SPAN = 64, 4, 4
 SMALLEST = F(2) ** -126
@@ -385,11 +383,7 @@ def text():
 
 
 def main():
-    path = pathlib.Path(__file__).with_name("decode.txt")
-    if "--check" not in sys.argv:
-        path.write_text(text())
-    elif path.read_text() != text():
-        sys.exit(f"decode.txt is not what decode.py writes; run python3 {sys.argv[0]}")
+    write_or_check({"decode.txt": text()})
 
 
 if __name__ == "__main__":

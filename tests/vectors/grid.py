@@ -8,13 +8,11 @@ Either way it holds the distances to rounding boundaries to those that the page 
 """
 
 import functools
-import pathlib
 import struct
-import sys
 from fractions import Fraction as F
 from math import isqrt
 
-from make import exponent, f16, f32
+from make import exponent, f16, f32, write_or_check
 
 
 def bits(x):
@@ -208,11 +206,7 @@ def text():
 
 def main():
     check_margins()
-    path = pathlib.Path(__file__).with_name("grid.txt")
-    if "--check" not in sys.argv:
-        path.write_text(text())
-    elif path.read_text() != text():
-        sys.exit(f"grid.txt is not what grid.py writes; run python3 {sys.argv[0]}")
+    write_or_check({"grid.txt": text()})
 
 
 if __name__ == "__main__":

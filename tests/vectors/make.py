@@ -394,8 +394,20 @@ def rotation_file():
     return "\n".join(text) + "\n"
 
 
+def write_or_check(files):
+    """Writes files beside this one; or, asked by --check, ends the program if some of them have another text."""
+    here, stale = pathlib.Path(__file__).parent, []
+    for name, text in files.items():
+        path = here / name
+        if "--check" not in sys.argv:
+            path.write_text(text)
+        elif not path.exists() or path.read_text() != text:
+            stale.append(name)
+    if stale:
+        sys.exit(f"another text than its program writes: {', '.join(stale)}; run python3 {sys.argv[0]}")
+
+
 def main():
-    here = pathlib.Path(__file__).parent
     files = {"rows.txt": row_file(), "rotation.txt": rotation_file()}
     plain = ["f16", "bf16", "fp8", "int8-plain", "int8-g32", "int8-tensor", "int4-g1", "int4-g2", "int4-g4"]
     for scheme in [*plain, "int8", "int4"]:
@@ -410,15 +422,7 @@ def main():
     # A page of 128 tokens, and two of 32, between the first tile and the window have no residuals.
     files["int4-long.txt"] = page_file("int4", "int4-w0", 64, 128, 1, 400)
     files["int8-int4-long.txt"] = page_file("int8", "int4", 64, 32, 1, 260)
-    check, stale = "--check" in sys.argv, []
-    for name, text in files.items():
-        path = here / name
-        if not check:
-            path.write_text(text)
-        elif not path.exists() or path.read_text() != text:
-            stale.append(name)
-    if stale:
-        sys.exit(f"not what make.py writes: {', '.join(stale)}; run python3 {sys.argv[0]}")
+    write_or_check(files)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use attn_core::{Append, CacheConfig, DecodeAttention, Error, KvCache};
 use attn_wgpu::{
-    DevicePages, DeviceRows, DeviceView, Prepared, WgpuBackend, WgpuError,
+    DevicePages, DeviceView, Prepared, SideRows, WgpuBackend, WgpuError,
     internals::{BACKEND, device, read_kernel},
 };
 use products::Products;
@@ -364,7 +364,7 @@ impl WgpuTimer {
             })
             .collect();
         let step = |copy: &DeviceCopy| {
-            let [k, v] = [0, 1].map(|i| DeviceRows {
+            let [k, v] = [0, 1].map(|i| SideRows {
                 codes: &copy.codes[i],
                 codes_at: 0,
                 code_strides: both[i].code_strides,

@@ -4,7 +4,7 @@ use std::ffi::c_void;
 
 use attn::{
     Int8Scale, KvFormat, Scheme,
-    backends::cuda::native::{DeviceAddress, DeviceKv, DeviceRows, Stream},
+    backends::cuda::native::{DeviceAddress, DeviceKv, Stream, ViewRows},
 };
 
 use crate::{
@@ -75,7 +75,7 @@ impl PagedRows {
         let k = [self.k_page_stride, self.k_token_stride, self.k_head_stride];
         let v = [self.v_page_stride, self.v_token_stride, self.v_head_stride];
         Ok(DeviceKv::PagedRows {
-            rows: DeviceRows {
+            rows: ViewRows {
                 k: [given("k", self.k)?, DeviceAddress::NULL],
                 v: [given("v", self.v)?, DeviceAddress::NULL],
                 code_strides: [strides(format.k, k)?, strides(format.v, v)?],

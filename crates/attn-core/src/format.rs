@@ -325,7 +325,7 @@ impl KvFormat {
         k: Scheme::RotatedInt8,
         v: Scheme::rotated_int4(1, Window::Two),
     };
-    /// 4-bit K and V, rotated, with residuals for the newest tokens: half of fp8's bytes, and two thirds of its divergence.
+    /// 4-bit K and V, rotated, with residuals for the first and the newest tokens: half of fp8's bytes, and a quarter of its divergence.
     pub const INT4: KvFormat = KvFormat::same(Scheme::rotated_int4(1, Window::Two));
 
     /// A format with one scheme for both K and V.

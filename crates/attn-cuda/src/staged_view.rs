@@ -6,7 +6,7 @@ use attn_kernels::cuda::{KvLayout, instance};
 use crate::{
     device::Device,
     device_tables::DeviceTables,
-    native::{DeviceAddress, DeviceRows, ImportArgs, Pages, Prepared, prepare_op},
+    native::{DeviceAddress, ImportArgs, Pages, Prepared, ViewRows, prepare_op},
     sizes,
     staging::Parts,
 };
@@ -48,7 +48,7 @@ impl ViewPages {
     /// The import of the problem's rows into the pages.
     pub(crate) fn import_args(
         &self,
-        rows: DeviceRows,
+        rows: ViewRows,
         pool: Pages,
         page_table: DeviceAddress,
         problem: &Problem,
@@ -120,12 +120,12 @@ impl<'a> StagedView<'a> {
         base: DeviceAddress,
         kv_lens: DeviceAddress,
         tensor_scales: [DeviceAddress; 2],
-    ) -> DeviceRows {
+    ) -> ViewRows {
         let (view, format) = (self.view, self.view.format());
         let of = |[codes, scales]: [usize; 2], has_scales| {
             [base.offset(codes), base.offset(scales).given(has_scales)]
         };
-        DeviceRows {
+        ViewRows {
             k: of(self.k, format.k.has_row_scales()),
             v: of(self.v, format.v.has_row_scales()),
             code_strides: [view.k().code_strides, view.v().code_strides],

@@ -23,6 +23,9 @@ pub struct PlanOptions {
     pub ragged: bool,
     /// Whether sequences are shards, of whose spans launches leave the states.
     pub spans: bool,
+    /// Static scales that launches take with their pages, if they are given now.
+    pub k_scales: Option<Vec<f32>>,
+    pub v_scales: Option<Vec<f32>>,
     pub modifiers: Modifiers,
 }
 

@@ -9,6 +9,7 @@ use attn::{
         AppendArgs, AppendShape, DeviceAddress, DeviceKv, ExportArgs, KvLayout, ListBlocksArgs,
         NativePlan, Prepared, SlotAppendArgs, SpansArgs, alibi_slopes_log2,
     },
+    convert::Side,
 };
 use pyo3::{
     prelude::*,
@@ -63,6 +64,13 @@ impl Plan {
             kv: options.kv_heads,
             dim: options.dim,
         };
+        for (side, scheme, scales) in [
+            (Side::K, format.k, &options.k_scales),
+            (Side::V, format.v, &options.v_scales),
+        ] {
+            let check = |scales: &Vec<f32>| scheme.check_scales(side, scales, heads.kv);
+            scales.as_ref().map_or(Ok(()), check).map_err(errors::of)?;
+        }
         let lens = vec![options.max_kv_len; options.q_lens.len()];
         let problem = Problem::new(heads, lens).q_lens(options.q_lens);
         let problem = problem.scores(options.modifiers.into());

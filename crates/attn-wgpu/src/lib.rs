@@ -33,7 +33,7 @@ pub use error::WgpuError;
 pub use launch::Prepared;
 pub use options::{AdapterFeatures, Options};
 pub use store::DevicePages;
-pub use view::{DeviceRows, DeviceView};
+pub use view::{DeviceView, SideRows};
 pub use wgpu;
 
 /// Opens the best adapter behind the common trait, or the one that the environment names, with the options that it sets; never panics.

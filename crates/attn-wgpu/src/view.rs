@@ -14,7 +14,7 @@ use crate::{
 
 /// Rows of K or V in the caller's buffers: `head_dim` codes side by side per (sequence, KV head, token), and their f16 scales.
 #[derive(Debug, Clone, Copy)]
-pub struct DeviceRows<'a> {
+pub struct SideRows<'a> {
     /// The codes, with `BufferUsages::STORAGE`.
     pub codes: &'a wgpu::Buffer,
     /// Offset of the first row in bytes.
@@ -35,9 +35,9 @@ pub struct DeviceView<'a> {
     /// The schemes of K and V: f16, bf16, fp8 or an int8 scheme whose rows are not rotated.
     pub format: KvFormat,
     /// The rows of K.
-    pub k: DeviceRows<'a>,
+    pub k: SideRows<'a>,
     /// The rows of V.
-    pub v: DeviceRows<'a>,
+    pub v: SideRows<'a>,
     /// K's static scale per KV head; empty for schemes without.
     pub k_tensor_scales: &'a [f32],
     /// V's static scale per KV head; empty for schemes without.
@@ -88,7 +88,7 @@ fn words(problem: &Problem, b: usize, at: usize, strides: [usize; 3], unit: usiz
     [at + b * sequence, head, token].map(|x| (x / unit) as u32)
 }
 
-impl DeviceRows<'_> {
+impl SideRows<'_> {
     /// Bytes of codes and of scales that the problem reads.
     fn check(
         &self,
@@ -190,8 +190,8 @@ pub(crate) struct Uploaded {
 }
 
 impl Uploaded {
-    pub fn rows(&self) -> DeviceRows<'_> {
-        DeviceRows {
+    pub fn rows(&self) -> SideRows<'_> {
+        SideRows {
             codes: &self.codes,
             codes_at: 0,
             code_strides: self.code_strides,

@@ -1,7 +1,7 @@
 //! Contiguous caches, and rows in pages, to time.
 
 use attn_core::{Error, Scheme};
-use attn_cuda::native::{DeviceAddress, DeviceKv, DeviceRows};
+use attn_cuda::native::{DeviceAddress, DeviceKv, ViewRows};
 use cudarc::driver::CudaSlice;
 
 use super::{Buffers, CudaTimer, Rotation, pages::scattered};
@@ -34,7 +34,7 @@ impl Contiguous {
                 .map_or(DeviceAddress::NULL, |at| copy.offset(at));
             [copy.offset(self.codes[i].0), scales]
         };
-        let rows = DeviceRows {
+        let rows = ViewRows {
             k: of(0),
             v: of(1),
             code_strides: self.codes.map(|(_, strides)| strides),

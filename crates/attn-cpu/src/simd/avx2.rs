@@ -225,11 +225,6 @@ impl Simd for Avx2 {
     }
 
     #[inline(always)]
-    fn grid_sum(self, a: __m256, step: __m256, base: __m256) -> __m256 {
-        self.mul_add(a, step, base)
-    }
-
-    #[inline(always)]
     fn mantissas(self, n: __m256i) -> __m256 {
         static EIGHTHS: [f32; 8] = powers(8);
         static REST: [f32; 8] = powers(1);

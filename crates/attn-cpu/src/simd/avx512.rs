@@ -237,11 +237,6 @@ impl Simd for Avx512 {
     }
 
     #[inline(always)]
-    fn grid_sum(self, a: __m512, step: __m512, base: __m512) -> __m512 {
-        self.mul_add(a, step, base)
-    }
-
-    #[inline(always)]
     fn mantissas(self, n: __m512i) -> __m512 {
         static SIXTEENTHS: [f32; 16] = powers(4);
         static REST: [f32; 4] = powers(1);

@@ -109,7 +109,10 @@ pub(crate) trait Simd: Copy {
     fn mul_add(self, a: Self::F, b: Self::F, c: Self::F) -> Self::F;
     /// `a·step + base`, rounded once: a score on the grid of `attn_core::grid`, for bases on it. Sums outside of the grid's range may be rounded otherwise, but
     /// stay outside, on their side.
-    fn grid_sum(self, a: Self::F, step: Self::F, base: Self::F) -> Self::F;
+    #[inline(always)]
+    fn grid_sum(self, a: Self::F, step: Self::F, base: Self::F) -> Self::F {
+        self.mul_add(a, step, base)
+    }
     /// 2^(n/64) of the low six bits n of each lane, to 3·2^-24; exactly 1 for 0.
     fn mantissas(self, n: Self::I) -> Self::F;
     /// In each lane, number `index` mod 4 of the four in the lane's row.

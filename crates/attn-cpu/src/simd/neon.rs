@@ -342,11 +342,6 @@ impl Simd for Neon {
     }
 
     #[inline(always)]
-    fn grid_sum(self, a: F, step: F, base: F) -> F {
-        self.mul_add(a, step, base)
-    }
-
-    #[inline(always)]
     fn mantissas(self, n: I) -> F {
         static SIXTEENTHS: [f32; 16] = powers(4);
         static REST: [f32; 4] = powers(1);

@@ -5,7 +5,7 @@ use attn_kernels::cuda::{Instance, params::ImportParams};
 
 use super::{
     grid::{COPY_THREADS, Grid},
-    kv::DeviceRows,
+    kv::ViewRows,
     op::Op,
 };
 use crate::{
@@ -23,7 +23,7 @@ use crate::{
 #[derive(Debug, Clone, Copy)]
 pub struct ImportArgs {
     /// The rows, at any strides and addresses. Their static scales are not read: codes are copied as they are.
-    pub rows: DeviceRows,
+    pub rows: ViewRows,
     /// The pool.
     pub pool: DeviceAddress,
     /// u32 `[batch][page_table_stride]`.
@@ -96,7 +96,7 @@ mod tests {
     fn args(batch: usize) -> ImportArgs {
         let at = DeviceAddress::new;
         ImportArgs {
-            rows: DeviceRows {
+            rows: ViewRows {
                 k: [at(0x100), at(0x200)],
                 v: [at(0x300), at(0x400)],
                 code_strides: [[512, 128, 256], [1024, 256, 512]],

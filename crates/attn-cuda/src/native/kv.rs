@@ -158,7 +158,7 @@ pub(super) fn check_residual_pages(
 /// Rows of K and V of another cache, `head_dim` codes side by side in each: contiguous, or in pages. The caller keeps them alive as those of
 /// [`PagedSequences`].
 #[derive(Debug, Clone, Copy)]
-pub struct DeviceRows {
+pub struct ViewRows {
     /// K's codes and f16 scales (null for schemes without). Where a decode reads codes, they begin at multiples of 16 bytes.
     pub k: [DeviceAddress; 2],
     /// V's codes and f16 scales (null for schemes without).
@@ -173,7 +173,7 @@ pub struct DeviceRows {
     pub tensor_scales: [DeviceAddress; 2],
 }
 
-impl DeviceRows {
+impl ViewRows {
     /// The rows in a decode's parameter block; all other fields are 0.
     pub(super) fn decode_params(&self) -> DecodeParams {
         let [k, k_scales] = self.k.map(DeviceAddress::get);
@@ -224,11 +224,11 @@ pub enum DeviceKv {
     /// The library's pages.
     Paged(PagedSequences),
     /// Rows of a contiguous cache.
-    Rows(DeviceRows),
+    Rows(ViewRows),
     /// Rows of another engine's paged cache, such as `[pages, page_size, num_kv_heads, head_dim]`.
     PagedRows {
         /// The rows of all pages.
-        rows: DeviceRows,
+        rows: ViewRows,
         /// Pages in the pool.
         num_pages: usize,
         /// u32 or i32 `[batch][page_table_stride]`.
@@ -337,8 +337,8 @@ mod tests {
         }
     }
 
-    fn rows() -> DeviceRows {
-        DeviceRows {
+    fn rows() -> ViewRows {
+        ViewRows {
             k: [0x100, 0x200].map(DeviceAddress::new),
             v: [0x300, 0x400].map(DeviceAddress::new),
             code_strides: [[512, 128, 256], [1024, 256, 512]],
@@ -457,7 +457,7 @@ mod tests {
 
     #[test]
     fn rows_in_pages_lie_at_strides_that_vectors_divide() {
-        let of = |rows: DeviceRows| {
+        let of = |rows: ViewRows| {
             let kv = DeviceKv::PagedRows {
                 rows,
                 num_pages: 1,

@@ -72,7 +72,7 @@ pub use dtype::Dtype;
 pub use export::ExportArgs;
 pub use grid::Grid;
 pub use import::ImportArgs;
-pub use kv::{DeviceKv, DeviceRows, PagedSequences};
+pub use kv::{DeviceKv, PagedSequences, ViewRows};
 pub use kv_rows::KvRows;
 pub(crate) use launch_plan::{LaunchPlan, choose};
 pub use list_blocks::ListBlocksArgs;

@@ -1,7 +1,7 @@
 //! The rows of a contiguous cache in pages, as other engines keep them.
 
 use attn_core::{KvView, Problem, Scheme, StridedRows};
-use attn_cuda::native::{DeviceAddress, DeviceKv, DeviceRows};
+use attn_cuda::native::{DeviceAddress, DeviceKv, ViewRows};
 
 /// Rows in pages that are scattered over a pool: `[page][token][head]`, or `[page][head][token]`. Whatever no token owns holds ones, which are no
 /// numbers to formats of floats.
@@ -96,7 +96,7 @@ impl PagedRows {
         tensor_scales: [DeviceAddress; 2],
     ) -> DeviceKv {
         DeviceKv::PagedRows {
-            rows: DeviceRows {
+            rows: ViewRows {
                 k: [codes[0], scales[0]],
                 v: [codes[1], scales[1]],
                 code_strides: self.code_strides,

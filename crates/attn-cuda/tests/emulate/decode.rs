@@ -18,7 +18,7 @@ use attn_cpu::CpuBackend;
 use attn_cuda::{
     internals::{LaunchPlan, PlanKind},
     native::{
-        DecodeArgs, DeviceAddress, DeviceKv, DeviceRows, Dtype, Grid, KvLayout, ListBlocksArgs,
+        DecodeArgs, DeviceAddress, DeviceKv, Dtype, Grid, KvLayout, ListBlocksArgs, ViewRows,
         alibi_slopes_log2,
     },
 };
@@ -378,7 +378,7 @@ impl Job {
                         [address(&paged.table), kv_lens],
                         tensor_scales,
                     ),
-                    _ => DeviceKv::Rows(DeviceRows {
+                    _ => DeviceKv::Rows(ViewRows {
                         k: rows(view.k()),
                         v: rows(view.v()),
                         code_strides: [view.k().code_strides, view.v().code_strides],

@@ -15,8 +15,8 @@ use attn_cuda::{
     CudaBackend, CudaPages,
     internals::{context, stream_of},
     native::{
-        AppendArgs, AppendShape, DecodeArgs, DeviceAddress, DeviceKv, DeviceRows, Dtype, KvLayout,
-        KvRows, PagedSequences, Pages,
+        AppendArgs, AppendShape, DecodeArgs, DeviceAddress, DeviceKv, Dtype, KvLayout, KvRows,
+        PagedSequences, Pages, ViewRows,
     },
 };
 use cudarc::driver::{DeviceRepr, PinnedHostSlice, ValidAsZeroBits};
@@ -408,7 +408,7 @@ fn large_numbers_are_refused(gpu: &CudaBackend) -> Result<()> {
         KvLayout::Pages(PAGE),
     )?;
     let null = DeviceAddress::NULL;
-    let kv = DeviceKv::Rows(DeviceRows {
+    let kv = DeviceKv::Rows(ViewRows {
         k: [DeviceAddress::NULL; 2],
         v: [DeviceAddress::NULL; 2],
         code_strides: [[0; 3]; 2],

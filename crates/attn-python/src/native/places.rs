@@ -2,7 +2,7 @@
 
 use attn::{
     Int8Scale, Scheme, Window,
-    backends::cuda::native::{DeviceAddress, DeviceKv, DeviceRows, PagedSequences, Pages},
+    backends::cuda::native::{DeviceAddress, DeviceKv, PagedSequences, Pages, ViewRows},
     layout::Side,
 };
 use pyo3::{prelude::*, types::PyCapsule};
@@ -163,7 +163,7 @@ impl Plan {
         }
         let (page_table, page_table_stride) = self.full_table(&rows.page_table)?;
         Ok(DeviceKv::PagedRows {
-            rows: DeviceRows {
+            rows: ViewRows {
                 k: [k, DeviceAddress::NULL],
                 v: [v, DeviceAddress::NULL],
                 code_strides: [k_strides, v_strides],

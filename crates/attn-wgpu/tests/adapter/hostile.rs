@@ -6,7 +6,7 @@ use attn_core::{
     KvSource, PageStore, Problem, Scheme, Unsupported,
 };
 use attn_cpu::Reference;
-use attn_wgpu::{DevicePages, DeviceRows, DeviceView, WgpuBackend, WgpuError, wgpu};
+use attn_wgpu::{DevicePages, DeviceView, SideRows, WgpuBackend, WgpuError, wgpu};
 use wgpu::BufferUsages as Usage;
 
 const HEADS: usize = 2;
@@ -114,7 +114,7 @@ fn pools_beyond_the_device_are_refused(backend: &WgpuBackend) {
 
 /// A view of `int8-plain` rows in buffers of `bytes` bytes, all strides 0.
 fn view<'a>(codes: &'a wgpu::Buffer, scales: &'a wgpu::Buffer) -> DeviceView<'a> {
-    let rows = DeviceRows {
+    let rows = SideRows {
         codes,
         codes_at: 0,
         code_strides: [0; 3],
@@ -152,7 +152,7 @@ fn views_whose_rows_lie_outside_their_buffers_are_refused_whatever_wraps(backend
         },
         vec![3, 5],
     );
-    type Set = fn(&mut DeviceRows<'_>, usize, usize);
+    type Set = fn(&mut SideRows<'_>, usize, usize);
     let places: [Set; 4] = [
         |rows, i, huge| rows.code_strides[i] = huge,
         |rows, i, huge| rows.scale_strides[i] = huge,

@@ -10,7 +10,7 @@ use attn_core::{
     Append, CacheConfig, DecodeAttention, DecodeStep, Error, Heads, Int8Scale, KvCache, KvFormat,
     KvSource, KvView, Plan, Problem, Scheme, StridedRows, Unsupported,
 };
-use attn_wgpu::{DeviceRows, DeviceView, WgpuBackend, WgpuError, wgpu};
+use attn_wgpu::{DeviceView, SideRows, WgpuBackend, WgpuError, wgpu};
 use wgpu::BufferUsages as Usage;
 
 const HEADS: usize = 2;
@@ -87,7 +87,7 @@ fn every_call_on_a_lost_device_says_that_it_is_lost() {
     );
     let step = backend.prepare(&problem, &cache).unwrap();
     let k = buffer(&backend, 4096);
-    let rows = DeviceRows {
+    let rows = SideRows {
         codes: &k,
         codes_at: 0,
         code_strides: [0; 3],

@@ -6,7 +6,7 @@ use attn_core::{
     KvSource, KvView, Problem, Scheme, StridedRows,
 };
 use attn_cpu::{CpuBackend, Reference};
-use attn_wgpu::{DeviceRows, DeviceView, WgpuBackend, wgpu};
+use attn_wgpu::{DeviceView, SideRows, WgpuBackend, wgpu};
 use wgpu::BufferUsages as Usage;
 
 const HEADS: [usize; 2] = [6, 2];
@@ -329,7 +329,7 @@ fn an_engines_rows_are_read_where_they_lie(backend: &WgpuBackend) {
     };
     let scale_bytes: Vec<u8> = scales.iter().flat_map(|x| x.to_le_bytes()).collect();
     let [k, v, scales] = [put(32, &k), put(32, &v), put(4, &scale_bytes)];
-    let rows = |codes, codes_at| DeviceRows {
+    let rows = |codes, codes_at| SideRows {
         codes,
         codes_at,
         code_strides: host.k().code_strides,

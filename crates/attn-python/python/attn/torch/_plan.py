@@ -117,15 +117,18 @@ class Plan:
             rotary=flag("rotary", rotary),
             ragged=flag("ragged", ragged),
             spans=flag("spans", spans),
+            k_scales=numbers("k_scales", k_scales),
+            v_scales=numbers("v_scales", v_scales),
             modifiers=Modifiers.of(scale, causal, softcap, window_left, alibi_slopes, sinks, arithmetic),
         )
         if options.spans and (options.rows or options.ragged):
             raise ParameterError("spans=True with rows=True or ragged=True; a plan for shards is of the library's pages, and knows its q_lens")
-        k_scales, v_scales = numbers("k_scales", k_scales), numbers("v_scales", v_scales)
         if not hasattr(_attn, "NativePlan"):
             raise UnsupportedError('this build of the package leaves CUDA out, which `pip install ./crates/attn-python` has; attn.Cache works on the CPU')
         if not torch.cuda.is_available():
             raise UnsupportedError("torch sees no CUDA device; attn.Cache works on the CPU")
+        if not isinstance(device, (str, torch.device, type(None))):
+            raise refusal("device", device, 'a CUDA device, such as "cuda:1"')
         try:
             device = torch.device("cuda" if device is None else device)
         except Exception as error:
@@ -145,7 +148,7 @@ class Plan:
             self._slopes = None if options.modifiers.alibi_slopes is None else self._bytes(slopes).view(torch.float32)
             self._sinks, self._k_scales, self._v_scales = (
                 None if x is None else torch.tensor(x, dtype=torch.float32, device=self.device)
-                for x in (options.modifiers.sinks, k_scales, v_scales)
+                for x in (options.modifiers.sinks, options.k_scales, options.v_scales)
             )
         self.number = next(_NUMBERS)
         _PLANS[self.number] = self
