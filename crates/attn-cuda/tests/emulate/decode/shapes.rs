@@ -35,13 +35,13 @@ pub(super) fn chosen() -> Vec<Case> {
     all
 }
 
-/// Windows alone leave scores as they are: of 130,000 scores some would be rounded to another 64th if the row's step came first.
+/// Windows alone leave scores as they are: of 130,000 scores of this seed some would be rounded to another 64th if the row's step came first.
 fn windows() -> [Case; 2] {
     [(&[130; 80][..], 1), (&[200], 80)].map(|(lens, q_len)| {
         let mut case = Case::new([16, 1], 64, lens, KvFormat::INT8);
         case.problem.q_lens = vec![q_len; lens.len()];
         case.problem.scores.window_left = Some(100);
-        case.build = Build::AtOnce;
+        (case.build, case.seed) = (Build::AtOnce, 2);
         case
     })
 }
