@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 
+import attn
 import pytest
 from conftest import require
 
@@ -86,7 +87,11 @@ def test_steps_are_predicted_as_they_were_measured(llama70b, name, most):
         pytest.skip("docs/data is not here")
     for row in json.loads(path.read_text()):
         step = llama70b.predicted(llama70b.Shape(), row["format"], row["batch"], row["context"], row["gpus"], row["by"] == "tokens")
-        assert step.cache_bytes / 1e9 == pytest.approx(row["cache_gb"], abs=0.006)
+        # The caches that were measured had no residual page of a sequence's first tile, which int4 has.
+        shape, kv_heads = llama70b.Shape(), llama70b.Shape().kv_heads // (1 if row["by"] == "tokens" else row["gpus"])
+        one = attn.Cache(row["format"], heads=kv_heads, dim=shape.dim, max_tokens=0, pages=0, device="cpu")
+        first_tile = shape.layers * row["batch"] * one.stats().page_bytes if row["format"] == "int4" else 0
+        assert (step.cache_bytes - first_tile) / 1e9 == pytest.approx(row["cache_gb"], abs=0.006)
         assert step.fits == (row["ms"] is not None), row
         assert not step.fits or step.ms == pytest.approx(row["ms"], rel=most), row
 
