@@ -200,18 +200,23 @@ struct ValueParams {
 
     DEVICE float on_grid(float scale) { return INTEGER ? grid_scale(scale) : scale; }
     // The four lanes that have the same tokens put two of the scales on the grid each.
-    template <class Params> METHOD void read_grid_scales(const Params& params, int group, int lane) {
+    template <class Params> METHOD void read_grid_scales(const Params& params, int group, bool exist, int lane) {
         float own[2];
 #pragma unroll
-        for (int e = 0; e < 2; e++) own[e] = grid_scale(params.scale(group, 8 * (2 * (lane % 4) + e) + lane / 4));
+        for (int e = 0; e < 2; e++) {
+            own[e] = grid_scale(params.scale(group, 8 * (2 * (lane % 4) + e) + lane / 4)) * (Values::HAS_HALF_STEPS ? RESIDUAL_STEP : 1.0f);
+            if (!exist) own[e] = finite_scale(own[e]);
+        }
 #pragma unroll
         for (int i = 0; i < WEIGHTS / 2; i++) scale[i] = __shfl_sync(~0u, own[i % 2], (lane & ~3) + i / 2);
     }
     // `exist`: whether all tokens do.
     template <class Params> DEVICE ValueParams read(const Params& params, int group, bool exist, int lane) {
         ValueParams v = {};
-        constexpr bool SHARED_BY_LANES = INTEGER && Values::HAS_PARAMS && !Values::HAS_SHIFTS;
-        if constexpr (SHARED_BY_LANES) v.read_grid_scales(params, group, lane);
+        if constexpr (INTEGER && Values::HAS_PARAMS && !Values::HAS_SHIFTS) {
+            v.read_grid_scales(params, group, exist, lane);
+            return v;
+        }
 #pragma unroll
         for (int i = 0; i < WEIGHTS / 2; i++) {
             int t = 8 * i + lane / 4;
@@ -220,8 +225,7 @@ struct ValueParams {
                 v.scale[i] = on_grid(x.x);
                 v.shift[i] = x.y;
             } else if constexpr (Values::HAS_PARAMS) {
-                if (!SHARED_BY_LANES) v.scale[i] = params.scale(group, t);
-                if (Values::HAS_HALF_STEPS) v.scale[i] = v.scale[i] * RESIDUAL_STEP;
+                v.scale[i] = params.scale(group, t) * (Values::HAS_HALF_STEPS ? RESIDUAL_STEP : 1.0f);
             } else {
                 v.scale[i] = 1.0f;
             }
