@@ -9,6 +9,7 @@
 //! `image.rs`: a sequence as one block of bytes.
 
 mod append;
+mod centres;
 mod copy;
 mod drop_before;
 mod grow;
@@ -27,7 +28,7 @@ pub use image::SequenceImage;
 pub use layer::CacheLayer;
 pub use page_table::PageTable;
 pub use sequences::CachedSequences;
-pub use store::{CacheAccess, PageStore, TokenWrite};
+pub use store::{CacheAccess, FirstTile, PageStore, TokenWrite};
 pub use writes::{check_pages, check_writes, tokens_of};
 
 use reserve::OpenStep;
@@ -107,12 +108,17 @@ impl KvCache {
                 return differ(what, of_config.to_string(), of_store.to_string());
             }
         }
+        if config.centres != store.has_centres() {
+            let [config, store] = [config.centres, store.has_centres()].map(|has| has.to_string());
+            return differ("centres", config, store);
+        }
         let n = config.num_sequences;
         events::pool("allocated", &config, layout.page_bytes());
         Ok(KvCache {
             table: PageTable {
                 pages: filled("the page table", n, Vec::new())?,
                 residual_pages: filled("the table of residual pages", n, Vec::new())?,
+                sequences: (0..n).collect(),
                 lens: filled("the lengths", n, 0)?,
                 first_tokens: filled("the first tokens", n, 0)?,
                 first_residual_pages: config.format.first_residual_pages(config.page_size),
@@ -171,6 +177,7 @@ impl KvCache {
         let CacheConfig {
             format, page_size, ..
         } = self.config;
+        self.check_shard(problem)?;
         let lens = problem.q_lens.iter().zip(&table.lens).enumerate();
         for (b, (&q_len, &kv_len)) in lens.filter(|(_, (q_len, _))| **q_len > 0) {
             let all = kv_len.saturating_add(problem.after(b));
@@ -222,7 +229,8 @@ impl KvCache {
     /// Makes `to` (empty) share `from`'s tokens; the open page and its residual page are copied when either appends.
     ///
     /// # Errors
-    /// [`Error::Sequence`]; [`Error::NotEmpty`] for `to`; [`Error::Parameter`] if both are the same; [`Error::Step`] if `from` has tokens of an open step.
+    /// [`Error::Sequence`]; [`Error::NotEmpty`] for `to`; [`Error::Parameter`] if both are the same; [`Error::Step`] if `from` has tokens of an open step;
+    /// [`Error::Device`] if the device fails to copy centres of K.
     pub fn fork(&mut self, from: usize, to: usize) -> Result<(), Error> {
         self.check_sequence(from)?;
         self.check_sequence(to)?;
@@ -235,6 +243,7 @@ impl KvCache {
             );
         }
         self.check_empty("a fork", to)?;
+        self.copy_centres(from, to)?;
         let (homes, residuals) = (&self.table.pages[from], &self.table.residual_pages[from]);
         for page in homes.iter().chain(residuals).filter(|page| is_kept(page)) {
             self.pages.share(*page);

@@ -38,7 +38,10 @@
 //!
 //! Not here: rotated schemes, which no other engine stores; use [`dequantize`] and `append`.
 
+use half::bf16;
+
 use crate::{
+    centres::{CENTRES, centre_of},
     error::{Error, filled, refuse, reserve},
     format::Scheme,
     layout::PageLayout,
@@ -253,13 +256,15 @@ fn get(
     (codes.collect(), params.collect())
 }
 
-/// The row of token `t` of its page, of one head, as it was before it was rotated: with the residuals of a residual page, if there is one to read.
+/// The row of token `t` of its page, of one head, as it was before it was rotated: with the residuals of a residual page, if there is one to read, and with
+/// the centre that was taken off, if one was.
 fn row(
     layout: &PageLayout,
     side: Side,
     (home, residuals): (&[u8], Option<&[u8]>),
     (head, t): (usize, usize),
     tensor_scale: f32,
+    centre: &[bf16],
 ) -> Vec<f32> {
     let scheme = layout.part(side).scheme;
     let (codes, params) = get(layout, side, home, head, t);
@@ -280,6 +285,8 @@ fn row(
                 .collect()
         }
     };
+    let elements = row.iter_mut().zip(centre);
+    elements.for_each(|(x, c)| *x += c.to_f32());
     if scheme.is_rotated() {
         rotate_back(&mut row);
     }
@@ -344,6 +351,17 @@ pub fn dequantize(
     v_tensor_scales: &[f32],
 ) -> Result<[Vec<f32>; 2], Error> {
     let scales = [k_tensor_scales, v_tensor_scales];
+    dequantize_centred(layout, pages, tokens, scales, &[])
+}
+
+/// [`dequantize`] of pages whose K lacks the centres of a sequence's layer, `[num_kv_heads, 2, head_dim]`; none of a cache without.
+pub(crate) fn dequantize_centred(
+    layout: &PageLayout,
+    pages: &[Vec<u8>],
+    tokens: usize,
+    scales: [&[f32]; 2],
+    centres: &[bf16],
+) -> Result<[Vec<f32>; 2], Error> {
     layout
         .format()
         .check_scales(scales, layout.num_kv_heads())?;
@@ -351,24 +369,32 @@ pub fn dequantize(
     let held = SequencePages::of_lists(*layout, tokens, pages)?;
     let (heads, page_size) = (layout.num_kv_heads(), layout.page_size());
     let newest = tokens.saturating_sub(1) / TILE;
-    let side = |side: Side, scales: &[f32]| -> Result<Vec<f32>, Error> {
+    let dim = layout.head_dim();
+    let centre = |head: usize, t: usize| {
+        let first = (head * CENTRES + centre_of(t)) * dim;
+        centres.get(first..first + dim).unwrap_or_default()
+    };
+    let side = |side: Side| -> Result<Vec<f32>, Error> {
+        let scales = scales[side as usize];
         let mut x = Vec::new();
         let elements = tokens * heads * layout.head_dim();
         reserve("dequantized rows", &mut x, elements)?;
         for t in 0..tokens {
             let is_fine = layout.part(side).scheme.reads_fine(t / TILE, newest, 0);
+            let at = t;
             let (page, t) = (t / page_size, t % page_size);
             let residuals = held.residual_of(page).filter(|_| is_fine);
             let page = (&pages[page][..], residuals.map(|i| &pages[i][..]));
             for head in 0..heads {
                 let scale = scales.get(head).copied().unwrap_or(1.0);
-                x.extend(row(layout, side, page, (head, t), scale));
+                let centre = match side {
+                    Side::K => centre(head, at),
+                    Side::V => &[],
+                };
+                x.extend(row(layout, side, page, (head, t), scale, centre));
             }
         }
         Ok(x)
     };
-    Ok([
-        side(Side::K, k_tensor_scales)?,
-        side(Side::V, v_tensor_scales)?,
-    ])
+    Ok([side(Side::K)?, side(Side::V)?])
 }

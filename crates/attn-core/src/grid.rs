@@ -34,11 +34,12 @@ pub const TO_STEP: f32 = f32::from_bits(0x3B80_8081);
 /// The relative error of 2^x times V's scale times the inverse of the step that no weight shows.
 pub const MARGIN: f64 = 6.7 / 4_194_304.0;
 
-/// A score on the grid, plus [`SCORE_BASE`]: `y = fma(a, σ, 196608)`.
+/// A score on the grid, plus [`SCORE_BASE`]: `y = fma(a, σ, base)`. `base` is [`SCORE_BASE`] where K has no centre, else
+/// [`score_base`](crate::centres::score_base).
 #[inline]
 #[must_use]
-pub fn grid_score(a: f32, step: f32) -> f32 {
-    a.mul_add(step, SCORE_BASE)
+pub fn grid_score(a: f32, step: f32, base: f32) -> f32 {
+    a.mul_add(step, base)
 }
 
 /// Whether the largest score of a row in a tile is in the range of the grid, ±2^16.

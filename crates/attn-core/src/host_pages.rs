@@ -1,13 +1,18 @@
 //! Pages in host memory, written by the scalar quantizers: the bytes that every backend reproduces. `attn-cpu` writes them by vectors.
 
-use std::any::Any;
+use std::{any::Any, ops::Range};
+
+use half::bf16;
 
 use crate::{
-    cache::{CacheAccess, PageStore, TokenWrite},
+    cache::{CacheAccess, FirstTile, PageStore, TokenWrite},
     cache_config::CacheConfig,
-    error::{Error, filled},
+    centres::{CENTRES, centre_of, mean, to_centre},
+    error::{Error, filled, reserve},
     layout::{PageLayout, Side},
     quant::{self, Param},
+    rotation::rotate_stored,
+    segments::TILE,
     wide_rows::WideRows,
 };
 
@@ -22,6 +27,8 @@ pub struct HostPages {
     config: CacheConfig,
     layout: PageLayout,
     pools: Vec<Pool>,
+    /// Centres of K of each layer, `[num_sequences, num_kv_heads, 2, head_dim]`; nothing in a cache without.
+    centres: Vec<Vec<bf16>>,
 }
 
 /// The pages of one layer.
@@ -60,6 +67,9 @@ impl HostPages {
         let pools = (0..config.layers).map(|_| Pool::new(size));
         Ok(HostPages {
             pools: pools.collect::<Result<_, _>>()?,
+            centres: (0..config.layers)
+                .map(|_| centres(config))
+                .collect::<Result<_, _>>()?,
             layout,
             config: config.clone(),
         })
@@ -88,6 +98,77 @@ impl HostPages {
         &self.pools[layer].pages()[self.layout.run(page, head)]
     }
 
+    /// The centres of K of one KV head of a sequence of a layer, first and second; `None` where there are none.
+    #[must_use]
+    pub fn centres(
+        &self,
+        layer: usize,
+        sequence: usize,
+        head: usize,
+    ) -> Option<[&[bf16]; CENTRES]> {
+        let dim = self.layout.head_dim();
+        let first = (sequence * self.layout.num_kv_heads() + head) * CENTRES * dim;
+        let both = self.centres.get(layer)?.get(first..first + CENTRES * dim)?;
+        let (first, second) = both.split_at(dim);
+        Some([first, second])
+    }
+
+    /// For backends that write pages and centres themselves: one layer's pool, and its centres, `[num_sequences, num_kv_heads, 2, head_dim]`.
+    ///
+    /// # Panics
+    /// For a layer that the cache does not have.
+    pub fn parts_mut(&mut self, _: &CacheAccess, layer: usize) -> (&mut [u8], &mut [bf16]) {
+        (self.pools[layer].pages_mut(), &mut self.centres[layer])
+    }
+
+    /// The place of a centre of K in a layer.
+    fn centre_at(&self, sequence: usize, head: usize, centre: usize) -> Range<usize> {
+        let dim = self.layout.head_dim();
+        let heads = self.layout.num_kv_heads();
+        let first = ((sequence * heads + head) * CENTRES + centre) * dim;
+        first..first + dim
+    }
+
+    /// The row of K to store: rotated, and without its centre, which it is itself at position 0.
+    fn centred(&mut self, [layer, head]: [usize; 2], write: &TokenWrite, x: &[f32]) -> Vec<f32> {
+        let mut row = x.to_vec();
+        rotate_stored(&mut row);
+        let at = self.centre_at(write.sequence, head, centre_of(write.position));
+        let centre = &mut self.centres[layer][at];
+        if write.position == 0 {
+            let elements = centre.iter_mut().zip(&row);
+            elements.for_each(|(c, x)| *c = to_centre(*x));
+        }
+        let elements = row.iter_mut().zip(&*centre);
+        elements.for_each(|(x, c)| *x -= c.to_f32());
+        row
+    }
+
+    /// What the first tile of a sequence stores of K, summed over its tokens.
+    fn sum_of_tile(&self, [layer, head]: [usize; 2], tile: &FirstTile) -> Vec<f32> {
+        let (layout, part) = (self.layout, self.layout.part(Side::K));
+        let residual = layout.residual(Side::K);
+        let dims_of_group = layout.head_dim() / part.num_params();
+        let mut sum = vec![0.0; layout.head_dim()];
+        for t in 0..TILE {
+            let (page, t) = (t / layout.page_size(), t % layout.page_size());
+            let run = self.run(layer, tile.pages[page], head);
+            let fine = residual.as_ref().zip(tile.residual_pages[page]);
+            let fine = fine.map(|(part, page)| (part, self.run(layer, page, head)));
+            for (d, sum) in sum.iter_mut().enumerate() {
+                let param = part.load_param(run, t, d / dims_of_group);
+                let code = part.load_code(run, t, d);
+                *sum += match &fine {
+                    Some((part, run)) => {
+                        quant::half_step_value(code, part.load_code(run, t, d), param.scale)
+                    }
+                    None => quant::decode(part.scheme, code, param, 1.0),
+                };
+            }
+        }
+        sum
+    }
+
     fn write_side(
         &mut self,
         [layer, head]: [usize; 2],
@@ -99,10 +180,16 @@ impl HostPages {
         let layout = self.layout;
         let part = layout.part(side);
         let scales = self.config.tensor_scales(layer)[side as usize];
-        let pool = self.pools[layer].pages_mut();
         let scale = scales.get(head).copied().unwrap_or(1.0);
         let params = &mut scratch.params[..part.scheme.groups(layout.head_dim())];
-        quant::encode(part.scheme, scale, x, &mut scratch.codes, params);
+        match side == Side::K && self.config.centres {
+            true => {
+                let row = self.centred([layer, head], write, x);
+                quant::encode_stored(part.scheme, scale, &row, &mut scratch.codes, params);
+            }
+            false => quant::encode(part.scheme, scale, x, &mut scratch.codes, params),
+        }
+        let pool = self.pools[layer].pages_mut();
         let run = &mut pool[layout.run(write.page, head)];
         part.store_codes(run, write.token, &scratch.codes);
         part.store_params(run, write.token, params);
@@ -111,6 +198,16 @@ impl HostPages {
             part.store_codes(run, write.token, &scratch.codes);
         }
     }
+}
+
+/// Elements of the centres of one layer.
+fn centres_len(config: &CacheConfig) -> usize {
+    config.num_sequences.saturating_mul(config.centres_bytes()) / size_of::<bf16>()
+}
+
+/// The centres of one layer, zeros.
+fn centres(config: &CacheConfig) -> Result<Vec<bf16>, Error> {
+    filled("centres of K", centres_len(config), bf16::ZERO)
 }
 
 struct Scratch {
@@ -184,6 +281,65 @@ impl PageStore for HostPages {
         Ok(())
     }
 
+    fn has_centres(&self) -> bool {
+        self.config.centres
+    }
+
+    fn centre(&mut self, _: &CacheAccess, layer: usize, tiles: &[FirstTile]) -> Result<(), Error> {
+        for tile in tiles {
+            for head in 0..self.layout.num_kv_heads() {
+                let sum = self.sum_of_tile([layer, head], tile);
+                let [first, second] = [0, 1].map(|c| self.centre_at(tile.sequence, head, c));
+                let (before, second) = self.centres[layer].split_at_mut(second.start);
+                let elements = second.iter_mut().zip(&before[first]).zip(sum);
+                elements.for_each(|((second, first), sum)| *second = mean(*first, sum));
+            }
+        }
+        Ok(())
+    }
+
+    fn read_centres(
+        &self,
+        _: &CacheAccess,
+        layer: usize,
+        sequence: usize,
+        out: &mut [u8],
+    ) -> Result<(), Error> {
+        let first = self.centre_at(sequence, 0, 0).start;
+        let centres = &self.centres[layer][first..];
+        let places = out.chunks_exact_mut(2).zip(centres);
+        places.for_each(|(out, c)| out.copy_from_slice(&c.to_le_bytes()));
+        Ok(())
+    }
+
+    fn write_centres(
+        &mut self,
+        _: &CacheAccess,
+        layer: usize,
+        sequence: usize,
+        bytes: &[u8],
+    ) -> Result<(), Error> {
+        let first = self.centre_at(sequence, 0, 0).start;
+        let (elements, _) = bytes.as_chunks();
+        let places = self.centres[layer][first..].iter_mut().zip(elements);
+        places.for_each(|(c, bytes)| *c = bf16::from_le_bytes(*bytes));
+        Ok(())
+    }
+
+    fn grow_centres(&mut self, _: &CacheAccess, sequences: usize) -> Result<(), Error> {
+        let mut config = self.config.clone();
+        config.num_sequences = config.num_sequences.saturating_add(sequences);
+        let len = centres_len(&config);
+        for centres in &mut self.centres {
+            reserve("centres of K", centres, len - centres.len())?;
+        }
+        for centres in &mut self.centres {
+            centres.resize(len, bf16::ZERO);
+        }
+        self.config = config;
+        Ok(())
+    }
+
     fn grow(&mut self, _: &CacheAccess, pages: usize) -> Result<(), Error> {
         let mut config = self.config.clone();
         config.num_pages = config.num_pages.saturating_add(pages);
@@ -197,6 +353,7 @@ impl PageStore for HostPages {
                 }
             }
         }
+        grown.centres = std::mem::take(&mut self.centres);
         *self = grown;
         Ok(())
     }
@@ -321,6 +478,44 @@ impl<T: HostStore> PageStore for T {
         bytes: &[u8],
     ) -> Result<(), Error> {
         HostStore::write_pages(self, access, layer, pages, bytes)
+    }
+
+    fn has_centres(&self) -> bool {
+        self.pages().has_centres()
+    }
+
+    fn centre(
+        &mut self,
+        access: &CacheAccess,
+        layer: usize,
+        tiles: &[FirstTile],
+    ) -> Result<(), Error> {
+        self.pages_mut().centre(access, layer, tiles)
+    }
+
+    fn read_centres(
+        &self,
+        access: &CacheAccess,
+        layer: usize,
+        sequence: usize,
+        out: &mut [u8],
+    ) -> Result<(), Error> {
+        self.pages().read_centres(access, layer, sequence, out)
+    }
+
+    fn write_centres(
+        &mut self,
+        access: &CacheAccess,
+        layer: usize,
+        sequence: usize,
+        bytes: &[u8],
+    ) -> Result<(), Error> {
+        self.pages_mut()
+            .write_centres(access, layer, sequence, bytes)
+    }
+
+    fn grow_centres(&mut self, access: &CacheAccess, sequences: usize) -> Result<(), Error> {
+        self.pages_mut().grow_centres(access, sequences)
     }
 
     fn grow(&mut self, access: &CacheAccess, pages: usize) -> Result<(), Error> {

@@ -21,6 +21,7 @@ pub mod backend;
 mod backend_id;
 pub mod cache;
 mod cache_config;
+pub mod centres;
 pub mod convert;
 mod device_rows;
 mod device_steps;
@@ -66,8 +67,8 @@ pub use attend::{Attend, Attended};
 pub use backend::{DecodeAttention, DeviceInfo};
 pub use backend_id::BackendId;
 pub use cache::{
-    Append, CacheAccess, CacheLayer, CachedSequences, KvCache, PageStore, PageTable, SequenceImage,
-    TokenWrite,
+    Append, CacheAccess, CacheLayer, CachedSequences, FirstTile, KvCache, PageStore, PageTable,
+    SequenceImage, TokenWrite,
 };
 pub use cache_config::{CacheBuilder, CacheConfig};
 pub use device_rows::{DeviceMemory, DeviceRows, Dtype, all_on_device};

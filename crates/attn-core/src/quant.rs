@@ -176,15 +176,24 @@ pub fn encode(
     codes: &mut [u16],
     params: &mut [Param],
 ) {
+    if !scheme.is_rotated() {
+        return encode_stored(scheme, tensor_scale, x, codes, params);
+    }
     let mut rotated = [0.0; MAX_HEAD_DIM];
-    let x = if scheme.is_rotated() {
-        let row = &mut rotated[..x.len()];
-        row.copy_from_slice(x);
-        rotate_stored(row);
-        &*row
-    } else {
-        x
-    };
+    let row = &mut rotated[..x.len()];
+    row.copy_from_slice(x);
+    rotate_stored(row);
+    encode_stored(scheme, tensor_scale, row, codes, params);
+}
+
+/// Quantizes one token of one KV head as [`encode`] does, from the row that is stored: rotated already, where the scheme rotates.
+pub fn encode_stored(
+    scheme: Scheme,
+    tensor_scale: f32,
+    x: &[f32],
+    codes: &mut [u16],
+    params: &mut [Param],
+) {
     let each = |codes: &mut [u16], f: &dyn Fn(f32) -> u16| {
         codes.iter_mut().zip(x).for_each(|(c, &v)| *c = f(v))
     };

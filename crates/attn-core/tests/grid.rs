@@ -231,13 +231,13 @@ fn scores_are_rounded_once_to_64ths_half_to_even() {
         (5.0, 1.0 / 256.0, of(1.0)),
         (-65408.0, 1.0, grid::NEAR_START),
     ] {
-        assert_eq!(grid_score(a, step), expected, "{a} {step}");
+        assert_eq!(grid_score(a, step, SCORE_BASE), expected, "{a} {step}");
     }
     // The product, 3/128·(1 − 2^-26), is below the tie that it would be rounded to.
     let tiny = exp2i(-13);
     let (a, step) = (3.0 * (1.0 + tiny), (1.0 - tiny) / 128.0);
     assert_eq!(a * step, 3.0 / 128.0);
-    assert_eq!(grid_score(a, step), of(1.0));
+    assert_eq!(grid_score(a, step, SCORE_BASE), of(1.0));
 }
 
 #[test]

@@ -3,10 +3,11 @@
 pub use attn_core::layout::Side;
 use attn_core::{
     Error, HostPages, KvMemory, KvSource, KvView, PageLayout, PageTable, Scheme,
+    centres::CENTRES,
     layout::{k_code, load_param, v_code},
     quant::Param,
 };
-use half::f16;
+use half::{bf16, f16};
 
 /// One KV head of one sequence.
 #[derive(Clone, Copy)]
@@ -16,6 +17,8 @@ pub struct Reader<'a> {
     head: usize,
     /// Static scales of K and V; 1 for schemes without.
     pub tensor_scales: [f32; 2],
+    /// The sequence's centres of K, if its cache has some.
+    pub centres: Option<[&'a [bf16]; CENTRES]>,
 }
 
 /// Offsets of one head's codes and parameters inside a page, computed once instead of for every tile.
@@ -98,6 +101,10 @@ impl<'a> Reader<'a> {
                 let cache = layer.cache();
                 let store = cache.store().as_any().downcast_ref::<HostPages>();
                 let pool = store.and_then(|store| store.pool(layer.index()));
+                let of_cache = table.sequences.get(sequence).copied();
+                let centres = store.zip(of_cache);
+                let centres = centres
+                    .and_then(|(store, sequence)| store.centres(layer.index(), sequence, head));
                 let pool = pool.ok_or(Error::WrongBackend {
                     backend: crate::BACKEND,
                     what: "cache",
@@ -114,6 +121,7 @@ impl<'a> Reader<'a> {
                     sequence,
                     head,
                     tensor_scales: layer.tensor_scales().map(pick),
+                    centres,
                 }
             }
             KvMemory::View(view) => Reader {
@@ -121,6 +129,7 @@ impl<'a> Reader<'a> {
                 sequence,
                 head,
                 tensor_scales: [pick(view.k_tensor_scales()), pick(view.v_tensor_scales())],
+                centres: None,
             },
         })
     }

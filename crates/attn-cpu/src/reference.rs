@@ -10,6 +10,7 @@ use attn_core::{
         EXP2_MIN, LOG2_E, SEGMENT, TILE, exp2_float, exp2i, query_code, query_step, shift_sum,
         softcap, weight_units,
     },
+    centres::{CENTRES, centre_of, score_base},
     grid, quant,
     rotation::rotate_back,
     row_state::{self, RowEnd},
@@ -33,6 +34,8 @@ pub(crate) struct QueryRow<'a> {
     codes: Vec<i32>,
     /// `σ`.
     step: f32,
+    /// What scores are added to on the grid, in the first tile and in all later ones (section 12).
+    bases: [f32; CENTRES],
 }
 
 impl<'a> QueryRow<'a> {
@@ -56,8 +59,12 @@ impl<'a> QueryRow<'a> {
             i,
             q_head,
             codes: q.iter().map(|x| query_code(*x, inverse)).collect(),
-            q,
             step,
+            bases: match reader.centres {
+                Some(centres) => centres.map(|centre| score_base(&q, centre)),
+                None => [grid::SCORE_BASE; CENTRES],
+            },
+            q,
         }
     }
 
@@ -162,19 +169,27 @@ fn integer_tile(
 ) -> (f32, f32, Vec<f32>) {
     let seen = || tile.clone().zip(visible).filter(|(_, seen)| **seen);
     let terms = seen().map(|(t, _)| integer_score(row, reader, t));
-    let (scores, step): (Vec<f32>, f32) = if row.problem.scores.changes_scores() {
+    let base = row.bases[centre_of(tile.start)];
+    let of_centre = base - grid::SCORE_BASE;
+    let (scores, step, base): (Vec<f32>, f32, f32) = if row.problem.scores.changes_scores() {
         let tokens = seen().map(|(t, _)| t);
-        let modified = terms.zip(tokens).map(|(a, t)| row.modify(a * row.step, t));
-        (modified.collect(), 1.0)
+        let modified = terms
+            .zip(tokens)
+            .map(|(a, t)| row.modify(a * row.step + of_centre, t));
+        (modified.collect(), 1.0, grid::SCORE_BASE)
     } else {
-        (terms.collect(), row.step)
+        (terms.collect(), row.step, base)
     };
+    let of_centre = base - grid::SCORE_BASE;
     let max = |y: &[f32]| y.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-    let mut y: Vec<f32> = scores.iter().map(|a| grid::grid_score(*a, step)).collect();
+    let mut y: Vec<f32> = scores
+        .iter()
+        .map(|a| grid::grid_score(*a, step, base))
+        .collect();
     let mut ceil = grid::grid_ceil(max(&y));
     let mut exponent = ceil - grid::SCORE_BASE;
     if !grid::is_near(max(&y)) {
-        let s: Vec<f32> = scores.iter().map(|a| a * step).collect();
+        let s: Vec<f32> = scores.iter().map(|a| a * step + of_centre).collect();
         let largest = max(&s).ceil();
         let from_largest = |s: &f32| grid::SCORE_BASE + (s - largest).max(-65536.0);
         y = s.iter().map(from_largest).collect();

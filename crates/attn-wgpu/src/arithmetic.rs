@@ -118,28 +118,31 @@ const FUNCTIONS: [Function; 30] = [
         joined(merge_factors(x.ceil(), x.ceil() + z.ceil()), y < 4.0)
     }),
     ("score on the grid", true, grid_scores, |[x, y, _]| {
-        grid::grid_score(x, y).max(131_072.0)
+        grid::grid_score(x, y, SCORE_BASE).max(131_072.0)
     }),
     (
         "exponent of a tile",
         true,
         tile_scores,
-        |[x, _, _]| match grid::grid_score(x, 1.0) {
+        |[x, _, _]| match grid::grid_score(x, 1.0, SCORE_BASE) {
             y if grid::is_near(y) => grid::grid_ceil(y) - SCORE_BASE + grid::WEIGHT_SHIFT,
             _ => x.ceil() + grid::WEIGHT_SHIFT,
         },
     ),
     ("point of a weight", true, tile_scores, |[x, y, z]| {
-        let top = grid::grid_score(x, 1.0);
+        let top = grid::grid_score(x, 1.0, SCORE_BASE);
         let point = match grid::is_near(top) {
             // The step that a score took counts on the grid alone.
             true => {
                 let moved = f32::from_bits(y.to_bits().wrapping_add_signed(z as i32));
-                grid::weight_point(grid::grid_score(moved, 1.0), grid::grid_ceil(top))
+                grid::weight_point(
+                    grid::grid_score(moved, 1.0, SCORE_BASE),
+                    grid::grid_ceil(top),
+                )
             }
             false => {
                 let below = (y - x.ceil()).max(-65_536.0);
-                grid::weight_point(grid::grid_score(below, 1.0), SCORE_BASE)
+                grid::weight_point(grid::grid_score(below, 1.0, SCORE_BASE), SCORE_BASE)
             }
         };
         point as f32

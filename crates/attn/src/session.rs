@@ -7,7 +7,7 @@ use attn_core::{DeviceResults, DeviceSteps, KEPT_PLANS, all_on_device};
 use crate::{
     Append, Attend, Attended, CacheConfig, DecodeAttention, DecodeStep, Error, KvCache, KvSource,
     PageLayout, PageTable, Plan, Problem, Recent, Rows, RowsMut, SequenceImage, SpanStates,
-    SpansStep, convert, process,
+    SpansStep, process,
 };
 
 /// What attends and where the results go, `[query tokens, num_q_heads, head_dim]`, sequence after sequence: in host memory, or all on the device of the cache.
@@ -476,14 +476,10 @@ impl Session {
     /// A sequence's dequantized K and V of one layer, `[tokens, num_kv_heads, head_dim]`.
     ///
     /// # Errors
-    /// [`Error::Layer`]; those of [`KvCache::read_back`].
+    /// [`Error::Layer`]; those of [`CacheLayer::dequantize`](crate::CacheLayer::dequantize).
     pub fn export(&self, sequence: usize, layer: usize) -> Result<[Vec<f32>; 2], Error> {
         self.wait()?;
-        let of = self.cache.layer(layer)?;
-        let pages = of.read_back(sequence)?;
-        let [k_scales, v_scales] = of.tensor_scales();
-        let tokens = self.tokens(sequence)?;
-        convert::dequantize(self.layout(), &pages, tokens, k_scales, v_scales)
+        self.cache.layer(layer)?.dequantize(sequence)
     }
 
     /// Waits for the work of all calls with rows on the device.

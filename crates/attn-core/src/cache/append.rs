@@ -139,7 +139,7 @@ impl KvCache {
     }
 
     /// Appends tokens that lie in the backend's memory already: `write` gets the backend's store and each token's destination, and writes the
-    /// tokens or records the writes.
+    /// tokens or records the writes. It is called once, or for a cache with centres of K as often as [`PageStore::append`] asks for.
     ///
     /// `appends` names each sequence once; [`TokenWrite::source`] counts through all of them in this order.
     ///
@@ -149,7 +149,7 @@ impl KvCache {
     pub fn append_with(
         &mut self,
         appends: &[Append],
-        write: impl FnOnce(&dyn PageStore, &[TokenWrite]) -> Result<(), Error>,
+        mut write: impl FnMut(&dyn PageStore, &[TokenWrite]) -> Result<(), Error>,
     ) -> Result<(), Error> {
         let admitted = self.admit_append(appends)?;
         self.append_admitted(admitted, None, |store, writes| write(store, writes))
@@ -172,7 +172,7 @@ impl KvCache {
         &mut self,
         admitted: Admitted<'_>,
         saturated: Option<u64>,
-        write: impl FnOnce(&mut dyn PageStore, &[TokenWrite]) -> Result<(), Error>,
+        write: impl FnMut(&mut dyn PageStore, &[TokenWrite]) -> Result<(), Error>,
     ) -> Result<(), Error> {
         if admitted.tokens == 0 {
             return Ok(());

@@ -40,6 +40,7 @@ impl KvCache {
                 self.store.write_pages(&access, layer, pages, bytes)?;
             }
         }
+        self.copy_all_centres(other)?;
         self.table = other.table.clone();
         self.pages = other.pages.clone();
         self.saturation = other.saturation;

@@ -64,9 +64,14 @@ impl KvCache {
             &mut table.residual_pages,
             count,
         )?;
+        reserve("the numbers of sequences", &mut table.sequences, count)?;
         reserve("the lengths", &mut table.lens, count)?;
         reserve("the first tokens", &mut table.first_tokens, count)?;
+        if config.centres && count > 0 {
+            self.store.grow_centres(&CacheAccess::here()?, count)?;
+        }
         let sequences = config.num_sequences;
+        table.sequences = (0..sequences).collect();
         table.pages.resize(sequences, Vec::new());
         table.residual_pages.resize(sequences, Vec::new());
         table.lens.resize(sequences, 0);

@@ -2,10 +2,13 @@
 
 use std::{borrow::Cow, ops::Range};
 
+use half::bf16;
+
 use crate::{
     cache_config::{CacheConfig, MAX_LAYERS},
+    centres::centres_bytes,
     error::{Error, Given, refuse},
-    format::KvFormat,
+    format::{BF16_MAX, KvFormat},
     layout::PageLayout,
     page_bytes::SequencePages,
     problem::MAX_TOKENS,
@@ -21,7 +24,10 @@ const VERSION: u32 = 2;
 const CHECKSUM: usize = 16;
 
 /// Zeros.
-const RESERVED: Range<usize> = 52..64;
+const RESERVED: Range<usize> = 56..64;
+
+/// Whether centres of K follow the pages.
+const HAS_CENTRES: usize = 52;
 
 /// Where the format's name lies, filled up with zeros.
 const FORMAT: Range<usize> = 64..128;
@@ -64,6 +70,8 @@ pub(super) struct Description {
     /// The pages of each layer.
     pages: SequencePages,
     layers: usize,
+    /// Whether centres of K follow the pages.
+    centres: bool,
     /// Static scales of K and of V, one layer behind the other.
     tensor_scales: [Vec<f32>; 2],
 }
@@ -136,7 +144,15 @@ impl<'a> SequenceImage<'a> {
     /// The pages behind each other: home pages in token order, then residual pages, of the first layer, then of the next.
     #[must_use]
     pub fn pages(&self) -> &[u8] {
-        &self.bytes[self.description.header_bytes()..]
+        let centres = self.bytes.len() - self.description.centres_bytes();
+        &self.bytes[self.description.header_bytes()..centres]
+    }
+
+    /// The centres of K, `[layers, num_kv_heads, 2, head_dim]` in bf16 ([`centres`](crate::centres)); empty for the image of a cache without. Those that the tokens
+    /// have not got are zeros.
+    #[must_use]
+    pub fn centres(&self) -> &[u8] {
+        &self.bytes[self.bytes.len() - self.description.centres_bytes()..]
     }
 
     pub(super) fn description(&self) -> &Description {
@@ -150,6 +166,7 @@ impl Description {
         Description {
             pages,
             layers: config.layers,
+            centres: config.centres,
             tensor_scales: [&config.k_tensor_scales, &config.v_tensor_scales].map(Vec::clone),
         }
     }
@@ -162,12 +179,41 @@ impl Description {
         header_bytes(self.tensor_scales.iter().map(Vec::len).sum())
     }
 
+    /// Bytes of all layers' centres of K.
+    pub fn centres_bytes(&self) -> usize {
+        let layout = self.pages.layout();
+        match self.centres {
+            true => {
+                centres_bytes(layout.num_kv_heads(), layout.head_dim()).saturating_mul(self.layers)
+            }
+            false => 0,
+        }
+    }
+
+    /// Refuses elements that no centre has.
+    ///
+    /// # Errors
+    /// [`Error::Parameter`].
+    pub fn check_centres(&self, centres: &[u8]) -> Result<(), Error> {
+        let (elements, _) = centres.as_chunks();
+        let mut elements = elements.iter().map(|x| bf16::from_le_bytes(*x).to_f32());
+        match elements.find(|x| x.is_nan() || x.abs() > BF16_MAX) {
+            None => Ok(()),
+            Some(x) => refuse(
+                "a centre of K of a sequence's image",
+                x,
+                "finite elements of at most 2^50; the image is damaged, save the sequence again",
+            ),
+        }
+    }
+
     /// Bytes of the image; saturates beyond those of any memory.
     pub fn bytes(&self) -> usize {
         let size = self.pages.layout().page_bytes();
         let pages = self.pages.count().saturating_mul(size);
         pages
             .saturating_mul(self.layers)
+            .saturating_add(self.centres_bytes())
             .saturating_add(self.header_bytes())
     }
 
@@ -185,6 +231,7 @@ impl Description {
             (40, layout.head_dim()),
             (44, layout.page_size()),
             (48, self.pages.residuals()),
+            (HAS_CENTRES, usize::from(self.centres)),
         ];
         for (at, word) in words {
             image[at..at + 4].copy_from_slice(&(word as u32).to_le_bytes());
@@ -226,6 +273,17 @@ impl Description {
         }
         let number = |at: usize| word(image, at) as usize;
         let format = format_of(image)?;
+        let centres = match number(HAS_CENTRES) {
+            0 => false,
+            1 => format.check_centres().map(|()| true)?,
+            other => {
+                return refuse(
+                    "the number of centres of K of a sequence's image",
+                    other,
+                    "0 or 1; the image is damaged or of a later version, save the sequence again",
+                );
+            }
+        };
         let layout = PageLayout::new(format, number(40), number(44), number(36))?;
         let tokens = long(image, 24);
         if tokens > MAX_TOKENS as u64 {
@@ -253,6 +311,7 @@ impl Description {
         let mut description = Description {
             pages: SequencePages::new(layout, tokens as usize, num_pages)?,
             layers,
+            centres,
             tensor_scales: has_scales.map(|has| vec![1.0; if has { count } else { 0 }]),
         };
         description.check_size(image)?;
@@ -313,7 +372,9 @@ impl Description {
         };
         let [k, v] = &self.tensor_scales;
         let formats = [format, of_cache].map(|format| format.to_string());
+        let centres = [self.centres, config.centres].map(|has| has.to_string());
         let mut all = vec![("format", format != of_cache, formats)];
+        all.push(("centres", self.centres != config.centres, centres));
         all.extend(numbers);
         all.push(scales("k_tensor_scales", k, &config.k_tensor_scales));
         all.push(scales("v_tensor_scales", v, &config.v_tensor_scales));

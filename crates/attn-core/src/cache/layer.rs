@@ -1,7 +1,7 @@
 //! One layer of a cache, for reading.
 
 use super::{KvCache, PageTable};
-use crate::{error::Error, problem::Problem};
+use crate::{convert::dequantize_centred, error::Error, problem::Problem};
 
 /// One layer of a [`KvCache`]: its pool of pages, under the page table of all layers.
 ///
@@ -109,6 +109,27 @@ impl<'a> CacheLayer<'a> {
     ) -> Result<(), Error> {
         self.cache.check_written(self.layer)?;
         self.cache.check_queries_of(problem, table)
+    }
+
+    /// A sequence's K and V in this layer, dequantized: `[tokens, num_kv_heads, head_dim]` each, as its newest token reads them.
+    ///
+    /// # Errors
+    /// Those of [`KvCache::image`].
+    pub fn dequantize(self, sequence: usize) -> Result<[Vec<f32>; 2], Error> {
+        let cache = self.cache;
+        let pages = cache.pages_of_layers(sequence, self.layer..self.layer + 1)?;
+        let centres = match cache.config.centres {
+            true => cache.centres_of(sequence, self.layer)?,
+            false => Vec::new(),
+        };
+        let tokens = cache.table.lens[sequence];
+        dequantize_centred(
+            &cache.layout,
+            &pages,
+            tokens,
+            self.tensor_scales(),
+            &centres,
+        )
     }
 
     /// The pages of [`KvCache::read_back`], of this layer alone.

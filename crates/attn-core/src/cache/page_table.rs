@@ -17,6 +17,8 @@ pub struct PageTable {
     pub residual_pages: Vec<Vec<u32>>,
     /// Home pages that hold a sequence's first tile and keep their residuals for good ([`KvFormat::first_residual_pages`]).
     pub first_residual_pages: usize,
+    /// The sequence of the cache that each one is, whose centres of K it has ([`CacheConfig::centres`](crate::CacheConfig::centres)).
+    pub sequences: Vec<usize>,
     /// Cached tokens of each sequence, dropped ones included.
     pub lens: Vec<usize>,
     /// The first token of each sequence that has not been dropped; whole pages, and whole tiles of 64 tokens, lie before it.

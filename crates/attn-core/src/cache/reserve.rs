@@ -1,7 +1,10 @@
 //! A model's step over all layers of a cache: [`KvCache::reserve`] takes pages and counts the tokens, [`KvCache::write`] writes them layer by layer, and
 //! [`KvCache::cancel_step`] takes all of it back.
 
-use super::{Append, CacheAccess, KvCache, PageStore, TokenWrite, append::Admitted};
+use super::{
+    Append, CacheAccess, KvCache, PageStore, TokenWrite, append::Admitted,
+    centres::write_with_centres,
+};
 use crate::{
     error::{Error, Many, filled},
     events, process,
@@ -133,14 +136,14 @@ impl KvCache {
     }
 
     /// Writes one layer's tokens that lie in the backend's memory already: `write` gets the backend's store and each token's destination in the layer's
-    /// pool, and writes the tokens or records the writes. [`TokenWrite::source`] counts through all tokens of the step.
+    /// pool, and writes the tokens or records the writes, in as many calls as [`KvCache::append_with`] makes. [`TokenWrite::source`] counts through all tokens of the step.
     ///
     /// # Errors
     /// [`Error::Layer`], [`Error::Step`] as for [`KvCache::write`]; those of `write`. The layer counts as not written then.
     pub fn write_with(
         &mut self,
         layer: usize,
-        write: impl FnOnce(&dyn PageStore, &[TokenWrite]) -> Result<(), Error>,
+        mut write: impl FnMut(&dyn PageStore, &[TokenWrite]) -> Result<(), Error>,
     ) -> Result<(), Error> {
         self.check_unwritten(layer)?;
         self.write_in_span(layer, None, |store, writes| write(store, writes))
@@ -244,7 +247,7 @@ impl KvCache {
         &mut self,
         layer: usize,
         saturated: Option<u64>,
-        write: impl FnOnce(&mut dyn PageStore, &[TokenWrite]) -> Result<(), Error>,
+        write: impl FnMut(&mut dyn PageStore, &[TokenWrite]) -> Result<(), Error>,
     ) -> Result<(), Error> {
         let (sequences, tokens) = self
             .step
@@ -259,14 +262,23 @@ impl KvCache {
         &mut self,
         layer: usize,
         saturated: Option<u64>,
-        write: impl FnOnce(&mut dyn PageStore, &[TokenWrite]) -> Result<(), Error>,
+        mut write: impl FnMut(&mut dyn PageStore, &[TokenWrite]) -> Result<(), Error>,
     ) -> Result<(), Error> {
         let Some(step) = &mut self.step else {
             return Ok(());
         };
         if !step.writes.is_empty() {
             process::check()?;
-            write(&mut *self.store, &step.writes)?;
+            match self.config.centres {
+                false => write(&mut *self.store, &step.writes)?,
+                true => write_with_centres(
+                    &mut *self.store,
+                    &self.table,
+                    layer,
+                    &step.writes,
+                    &mut write,
+                )?,
+            }
             self.saturation.count(layer, &self.config, saturated);
         }
         step.written[layer] = true;
@@ -400,6 +412,8 @@ impl KvCache {
                     page,
                     residual_page,
                     token: t % page_size,
+                    sequence: r.sequence,
+                    position: t,
                 });
             }
         }

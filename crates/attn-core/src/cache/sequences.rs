@@ -51,6 +51,7 @@ impl<'a> CacheLayer<'a> {
             table: PageTable {
                 pages: of(&all.pages),
                 residual_pages: of(&all.residual_pages),
+                sequences: sequences.to_vec(),
                 lens: sequences.iter().map(|s| all.lens[*s]).collect(),
                 first_tokens: sequences.iter().map(|s| all.first_tokens[*s]).collect(),
                 first_residual_pages: all.first_residual_pages,

@@ -4,8 +4,9 @@ use std::any::Any;
 
 use crate::{
     error::{Error, refuse},
-    layout::PageLayout,
+    layout::{PAGE_SIZES, PageLayout},
     process,
+    segments::TILE,
     wide_rows::WideRows,
 };
 
@@ -21,7 +22,26 @@ pub struct TokenWrite {
     pub residual_page: Option<u32>,
     /// The token's index inside the page.
     pub token: usize,
+    /// The token's sequence.
+    pub sequence: usize,
+    /// The token's index inside the sequence.
+    pub position: usize,
 }
+
+/// Where the first 64 tokens of a sequence lie, of which the store makes a centre of K.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct FirstTile {
+    /// The sequence.
+    pub sequence: usize,
+    /// Its first home pages, as many as hold 64 tokens.
+    pub pages: [u32; FIRST_PAGES],
+    /// Their residual pages, if K keeps any.
+    pub residual_pages: [Option<u32>; FIRST_PAGES],
+}
+
+/// Pages of 64 tokens at most.
+pub(crate) const FIRST_PAGES: usize = TILE / PAGE_SIZES[0];
 
 /// Permission to drive a [`PageStore`]. Only a [`KvCache`](super::KvCache) has one, so that no other caller can write pages that sequences own; and only in
 /// the process that opened its device ([`process`]).
@@ -49,6 +69,10 @@ pub trait PageStore: Send + Sync {
         1
     }
     /// Quantizes and writes tokens of one layer in order; `k`, `v` are `[tokens, num_kv_heads, head_dim]`, side by side or at strides.
+    ///
+    /// A store with centres of K ([`PageStore::has_centres`]) takes the centre of each token's position ([`centre_of`](crate::centres::centre_of)) off its
+    /// key. Tokens at position 0 come in calls of their own: their keys are their sequences' first centres, rounded by
+    /// [`to_centre`](crate::centres::to_centre). All other centres that a call needs are there already.
     ///
     /// # Errors
     /// [`Error::Device`] if the device fails.
@@ -104,6 +128,63 @@ pub trait PageStore: Send + Sync {
     ) -> Result<(), Error> {
         self.write_pages(access, layer, &[page], bytes)
     }
+    /// Whether the store keeps centres of K for each sequence ([`centres`](crate::centres)), `[num_kv_heads, 2, head_dim]` in bf16; not unless it says so.
+    fn has_centres(&self) -> bool {
+        false
+    }
+    /// Makes the second centres of sequences in one layer: the [`mean`](crate::centres::mean) of what their first tiles store, read with residuals.
+    ///
+    /// # Errors
+    /// [`Error::Device`] if the device fails.
+    fn centre(
+        &mut self,
+        access: &CacheAccess,
+        layer: usize,
+        tiles: &[FirstTile],
+    ) -> Result<(), Error> {
+        let _ = (access, layer, tiles);
+        no_centres()
+    }
+    /// Reads a sequence's centres in one layer into `out`, which has room for exactly these.
+    ///
+    /// # Errors
+    /// [`Error::Device`] if the device fails; `out` holds anything then.
+    fn read_centres(
+        &self,
+        access: &CacheAccess,
+        layer: usize,
+        sequence: usize,
+        out: &mut [u8],
+    ) -> Result<(), Error> {
+        let _ = (access, layer, sequence, out);
+        no_centres()
+    }
+    /// Replaces a sequence's centres in one layer.
+    ///
+    /// # Errors
+    /// [`Error::Device`] if the device fails; the centres hold anything then.
+    fn write_centres(
+        &mut self,
+        access: &CacheAccess,
+        layer: usize,
+        sequence: usize,
+        bytes: &[u8],
+    ) -> Result<(), Error> {
+        let _ = (access, layer, sequence, bytes);
+        no_centres()
+    }
+    /// Adds room for the centres of `sequences` sequences behind the last one, in each layer.
+    ///
+    /// # Errors
+    /// [`Error::Parameter`] from a store that cannot grow, which is what the provided method does; [`Error::OutOfMemory`], [`Error::Device`]. Nothing is changed then.
+    fn grow_centres(&mut self, access: &CacheAccess, sequences: usize) -> Result<(), Error> {
+        let _ = access;
+        refuse(
+            "sequences to add",
+            sequences,
+            "0 where this backend keeps centres of K; create a larger cache, and move the sequences by `image` and `restore`",
+        )
+    }
     /// Adds `pages` pages behind the last one of each layer; the others keep their numbers and bytes.
     ///
     /// A store whose pool cannot grow in place refuses, which is what the provided method does.
@@ -120,4 +201,8 @@ pub trait PageStore: Send + Sync {
     }
     /// The store as [`Any`], so that a backend can recover its own type.
     fn as_any(&self) -> &dyn Any;
+}
+
+fn no_centres() -> Result<(), Error> {
+    refuse("centres of K", "a call for them", "stores that keep some")
 }

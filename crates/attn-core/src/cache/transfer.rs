@@ -11,7 +11,7 @@ use crate::{
 
 impl KvCache {
     /// A sequence as one block of bytes, to be restored into this or another cache of the same format and shape, on any backend: home pages, then
-    /// the residual pages that the next tokens read, unwritten bytes zeroed, of the first layer, then of the next. A sequence with dropped tokens is
+    /// the residual pages that the next tokens read, unwritten bytes zeroed, of the first layer, then of the next; last the centres of K, of a cache that has some. A sequence with dropped tokens is
     /// refused, as their pages are gone, and so is one with tokens of an open step.
     ///
     /// # Errors
@@ -45,7 +45,9 @@ impl KvCache {
             });
         }
         let bytes = &mut out[description.header_bytes()..];
-        self.read_pages(sequence, description.pages(), 0..self.config.layers, bytes)?;
+        let (pages, centres) = bytes.split_at_mut(bytes.len() - description.centres_bytes());
+        self.read_pages(sequence, description.pages(), 0..self.config.layers, pages)?;
+        self.read_all_centres(sequence, centres)?;
         description.write_header(out);
         Ok(())
     }
@@ -56,12 +58,22 @@ impl KvCache {
     /// [`CacheLayer::read_back`](super::CacheLayer::read_back) gives those of one layer, for [`convert::export`](crate::convert::export).
     ///
     /// # Errors
-    /// [`Error::Sequence`], [`Error::Dropped`], [`Error::Step`], [`Error::OutOfMemory`], [`Error::Device`].
+    /// [`Error::Parameter`] for a cache with centres of K, without which its pages mean nothing; [`Error::Sequence`], [`Error::Dropped`], [`Error::Step`], [`Error::OutOfMemory`], [`Error::Device`].
     pub fn read_back(&self, sequence: usize) -> Result<Vec<Vec<u8>>, Error> {
         self.read_back_layers(sequence, 0..self.config.layers)
     }
 
     pub(super) fn read_back_layers(
+        &self,
+        sequence: usize,
+        layers: Range<usize>,
+    ) -> Result<Vec<Vec<u8>>, Error> {
+        self.check_no_centres("a copy of the pages")?;
+        self.pages_of_layers(sequence, layers)
+    }
+
+    /// The pages of [`KvCache::read_back`] in some layers, whether or not they lack centres.
+    pub(super) fn pages_of_layers(
         &self,
         sequence: usize,
         layers: Range<usize>,
@@ -127,14 +139,20 @@ impl KvCache {
         let description = image.description();
         description.check_cache(&self.config)?;
         self.pages.check_room(description.pages().count())?;
-        self.fill(sequence, description.pages(), image.pages())
+        description.check_centres(image.centres())?;
+        self.fill(
+            sequence,
+            description.pages(),
+            image.pages(),
+            image.centres(),
+        )
     }
 
     /// Fills an empty sequence with `tokens` tokens from pages of this cache's format, shape and tensor scales, which the pages do not say: those of
     /// [`KvCache::read_back`], or of [`convert::import`](crate::convert::import) for one layer after the other. An image says it: [`KvCache::restore`].
     ///
     /// # Errors
-    /// [`Error::Sequence`]; [`Error::NotEmpty`]; [`Error::TooLong`]; [`Error::Length`], [`Error::BadBytes`] for other than such pages;
+    /// [`Error::Parameter`] for a cache with centres of K; [`Error::Sequence`]; [`Error::NotEmpty`]; [`Error::TooLong`]; [`Error::Length`], [`Error::BadBytes`] for other than such pages;
     /// [`Error::CacheFull`]; [`Error::Device`]. The sequences are unchanged then.
     pub fn restore_pages(
         &mut self,
@@ -143,6 +161,7 @@ impl KvCache {
         pages: &[Vec<u8>],
     ) -> Result<(), Error> {
         self.check_restore(sequence)?;
+        self.check_no_centres("pages to restore")?;
         check_len(sequence, tokens)?;
         let layers = self.config.layers;
         if !pages.len().is_multiple_of(layers) {
@@ -160,7 +179,7 @@ impl KvCache {
         let size = pages.len() * self.layout.page_bytes();
         reserve("the pages of a sequence", &mut bytes, size)?;
         pages.iter().for_each(|page| bytes.extend_from_slice(page));
-        self.fill(sequence, &held, &bytes)
+        self.fill(sequence, &held, &bytes, &[])
     }
 
     fn check_restore(&self, sequence: usize) -> Result<(), Error> {
@@ -169,7 +188,13 @@ impl KvCache {
     }
 
     /// Fills an empty sequence with the bytes of pages, for which there is room.
-    fn fill(&mut self, sequence: usize, held: &SequencePages, bytes: &[u8]) -> Result<(), Error> {
+    fn fill(
+        &mut self,
+        sequence: usize,
+        held: &SequencePages,
+        bytes: &[u8],
+        centres: &[u8],
+    ) -> Result<(), Error> {
         let size = self.layout.page_bytes();
         let layers = || bytes.chunks_exact((held.count() * size).max(1));
         layers().try_for_each(|bytes| held.check(bytes.chunks_exact(size)))?;
@@ -180,6 +205,7 @@ impl KvCache {
             self.store
                 .write_pages(&CacheAccess::here()?, layer, &taken, bytes)
         });
+        let written = written.and_then(|()| self.write_all_centres(sequence, centres));
         if written.is_err() {
             taken
                 .into_iter()
