@@ -7,7 +7,7 @@ use std::cell::RefCell;
 
 use attn_core::{
     Error, KvMemory, Problem, QueryBlock, Scheme, SpanStates, StepInputs, StepOutputs, WideRowsMut,
-    arithmetic::LOG2_E, row_state::RowEnd, segments::SPAN,
+    arithmetic::LOG2_E, centres::centre_of, row_state::RowEnd, segments::SPAN,
 };
 use rayon::prelude::*;
 
@@ -366,6 +366,7 @@ fn attend<D: Dot, const INTEGER: bool>(
     if INTEGER {
         let groups = step.plan().format().k.groups(scratch.rows.dim);
         query::prepare(d, &mut scratch.rows, groups);
+        query::prepare_bases(&mut scratch.rows, inputs.reader.centres);
     }
     let all = inputs.split.segments.clone();
     let has_spans = all.len() > SPAN;
@@ -497,6 +498,7 @@ fn fold_integer_tile<D: Dot>(
 ) {
     let at = [place.t0, place.tokens];
     tile.load_integer(d.simd(), &inputs.reader, at, rows.dim, pass.fine);
+    rows.centre = centre_of(place.t0);
     ahead.aim(fetch, &inputs.reader, place);
     let (seen, modifiers) = (inputs.seen_in(place, pass), inputs.modifiers_in(place));
     // SAFETY: `load_integer` has pointed the tile to as many readable tokens as it has; the rows are prepared for its K.

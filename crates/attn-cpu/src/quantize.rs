@@ -11,6 +11,7 @@
 use attn_core::{
     Int8Scale, Scheme, TokenWrite, WideRows,
     arithmetic::ROUND,
+    centres::{CENTRES, centre_of},
     format::MAX_GROUPS,
     layout::{MAX_HEAD_DIM, PageLayout, Part, Side, slot},
     quant::{self, Param},
@@ -26,6 +27,7 @@ const CHUNK: usize = 16;
 /// What all rows of a cache have in common.
 pub(crate) struct RowWriter {
     head_dim: usize,
+    num_kv_heads: usize,
     page_size: usize,
     parts: [Part; 2],
     /// The parts of a residual page.
@@ -40,6 +42,8 @@ pub(crate) struct RowWriter {
 pub(crate) struct Tokens<'a> {
     pub writes: &'a [TokenWrite],
     pub kv: [WideRows<'a>; 2],
+    /// Centres of K of the layer, `[num_sequences, num_kv_heads, 2, head_dim]`; nothing in a cache without.
+    pub centres: &'a [bf16],
 }
 
 /// A KV head's run of a page, and its run of the residual page, if the page has one.
@@ -56,6 +60,7 @@ impl RowWriter {
     pub fn new(layout: &PageLayout, tensor_scales: [Vec<f32>; 2], isa: Isa) -> Self {
         RowWriter {
             head_dim: layout.head_dim(),
+            num_kv_heads: layout.num_kv_heads(),
             page_size: layout.page_size(),
             parts: [Side::K, Side::V].map(|side| layout.part(side)),
             residuals: [Side::K, Side::V].map(|side| layout.residual(side)),
@@ -70,6 +75,17 @@ impl RowWriter {
                 _ => plain,
             },
         }
+    }
+
+    /// The centre of K that is taken off a token's key of one KV head; nothing in a cache without.
+    #[inline(always)]
+    fn centre<'a>(&self, all: &'a [bf16], write: &TokenWrite, head: usize) -> &'a [bf16] {
+        if all.is_empty() {
+            return all;
+        }
+        let of_head = write.sequence * self.num_kv_heads + head;
+        let first = (of_head * CENTRES + centre_of(write.position)) * self.head_dim;
+        &all[first..first + self.head_dim]
     }
 
     /// Writes tokens of KV head `head` into its runs of their pages.
@@ -120,6 +136,11 @@ fn write_run(writer: &RowWriter, tokens: Tokens<'_>, head: usize, mut runs: Runs
         let groups = part.scheme.groups(dim);
         for write in tokens.writes {
             let x = tokens.kv[side].row(write.source, head);
+            let centre = match side {
+                0 => writer.centre(tokens.centres, write, head),
+                _ => &[],
+            };
+            let x = Stored { x, centre };
             encode(part.scheme, scale.unwrap_or(1.0), x, groups, &mut row);
             let (t, codes) = (write.token, &mut runs.home[part.codes.clone()]);
             match (part.scheme.code_bits(), side) {
@@ -137,13 +158,23 @@ fn write_run(writer: &RowWriter, tokens: Tokens<'_>, head: usize, mut runs: Runs
     }
 }
 
+/// A row to store, and the centre that is taken off it where it is rotated, if any is.
+struct Stored<'a> {
+    x: &'a [f32],
+    centre: &'a [bf16],
+}
+
 /// Quantizes a token of one KV head; see [`quant::encode`].
 #[inline(always)]
-fn encode(scheme: Scheme, tensor_scale: f32, x: &[f32], groups: usize, row: &mut Row) {
+fn encode(scheme: Scheme, tensor_scale: f32, of: Stored<'_>, groups: usize, row: &mut Row) {
+    let Stored { x, centre } = of;
     let x = if scheme.is_rotated() {
         let rotated = &mut row.rotated[..x.len()];
         rotated.copy_from_slice(x);
         rotate_stored(rotated);
+        for (x, c) in rotated.iter_mut().zip(centre) {
+            *x -= f32::from_bits(u32::from(c.to_bits()) << 16);
+        }
         &*rotated
     } else {
         x

@@ -1,6 +1,12 @@
 //! The query rows of one KV head (`docs/arithmetic.md`, sections 2 and 3): as floats, in 8 bits, and their state.
 
-use attn_core::{arithmetic::query_step, format::MAX_GROUPS};
+use attn_core::{
+    arithmetic::query_step,
+    centres::{CENTRES, score_base},
+    format::MAX_GROUPS,
+    grid::SCORE_BASE,
+};
+use half::bf16;
 
 use crate::{
     scratch::Aligned,
@@ -19,6 +25,10 @@ pub(crate) struct QueryRows {
     pub q_sums: Aligned<f32>,
     /// `σ`, `[row]`.
     pub step: Aligned<f32>,
+    /// `G` of section 12, `[centre][row]`: what scores are added to on the grid.
+    pub bases: Aligned<f32>,
+    /// The centre of the current tile's keys.
+    pub centre: usize,
     /// Scores (of integers, before their multiplication by σ), then weights p, `[row][TILE]`.
     pub scores: Aligned<f32>,
     /// Weight operands, `[row][group][4][OPERAND]`.
@@ -51,6 +61,8 @@ impl QueryRows {
             k_operands: Aligned::new(),
             q_sums: Aligned::new(),
             step: Aligned::new(),
+            bases: Aligned::new(),
+            centre: 0,
             scores: Aligned::new(),
             v_operands: Aligned::new(),
             w_biases: Aligned::new(),
@@ -74,6 +86,7 @@ impl QueryRows {
         self.k_operands.reserve(count * dim / 16 * MOST_OPERAND);
         self.q_sums.reserve(count * MAX_GROUPS);
         self.step.reserve(count);
+        self.bases.reserve(CENTRES * count);
         self.scores.reserve(count * 64);
         // Numbers of rows are read by fours.
         let stride = self.stride();
@@ -150,6 +163,23 @@ pub(crate) unsafe fn largest_abs<S: Simd>(s: S, x: *const f32, dim: usize) -> f3
         largest = s.max(largest, s.abs(unsafe { s.load(x.add(i)) }));
     }
     s.largest(largest)
+}
+
+/// Finds what every row's scores are added to on the grid, with the centres that the row's keys lack.
+#[inline(always)]
+pub(crate) fn prepare_bases(rows: &mut QueryRows, centres: Option<[&[bf16]; CENTRES]>) {
+    let (count, dim) = (rows.count, rows.dim);
+    let bases = &mut rows.bases.as_mut_slice()[..CENTRES * count];
+    let Some(centres) = centres else {
+        bases.fill(SCORE_BASE);
+        return;
+    };
+    for (bases, centre) in bases.chunks_exact_mut(count.max(1)).zip(centres) {
+        let queries = rows.q.as_slice().chunks_exact(dim);
+        for (base, q) in bases.iter_mut().zip(queries) {
+            *base = score_base(q, centre);
+        }
+    }
 }
 
 /// Prepares every row's operands for K in `groups` groups (section 3).

@@ -6,6 +6,7 @@ use attn_core::{
 use rayon::prelude::*;
 
 use crate::{
+    float_modes,
     pool::Threads,
     quantize::{RowWriter, Runs, Tokens},
     simd::Isa,
@@ -130,13 +131,23 @@ impl HostStore for CpuPages {
         k: WideRows<'_>,
         v: WideRows<'_>,
     ) -> Result<(), Error> {
+        // They make centres: a row for each sequence that begins.
+        if self.pages.has_centres() && writes.iter().any(|write| write.position == 0) {
+            return float_modes::with_default(|| self.pages.append(access, layer, writes, k, v));
+        }
         let layout = self.pages.layout();
         let (run_bytes, page_bytes) = (layout.run_bytes(), layout.page_bytes());
         let (writer, threads) = (&self.writers[layer], &self.threads);
-        let pool = self.pages.pool_mut(access, layer);
+        let (pool, centres) = self.pages.parts_mut(access, layer);
+        let centres = &*centres;
         let write = |writes: &[TokenWrite], head, runs: Runs<'_>| {
             let kv = [k, v];
-            writer.write(Tokens { writes, kv }, head, runs);
+            let tokens = Tokens {
+                writes,
+                kv,
+                centres,
+            };
+            writer.write(tokens, head, runs);
         };
         // A sequence's tokens follow each other, and pages that are written belong to one sequence.
         let groups: Vec<_> = writes.chunk_by(|a, b| a.page == b.page).collect();

@@ -5,8 +5,8 @@
 use attn_core::{
     arithmetic::{LARGEST_GROWTH, ROUND, TILE, exp2i},
     grid::{
-        GRID, NEAR_END, NEAR_START, SCORE_BASE, SMALLEST_POINT, TO_STEP, WEIGHT_SHIFT, is_near,
-        threshold,
+        GRID, NEAR_END, NEAR_START, SCORE_BASE, SMALLEST_POINT, TO_STEP, WEIGHT_SHIFT, grid_score,
+        is_near, threshold,
     },
 };
 
@@ -38,19 +38,24 @@ pub(crate) unsafe fn weigh<D: Dot, const R: usize>(
     modifiers: &impl Fn(usize) -> Modifiers,
 ) {
     let s = d.simd();
-    let (mut ranges, mut steps) = ([[0, TILE]; R], [0.0; R]);
+    let (mut ranges, mut grids) = ([[0, TILE]; R], [Grid::default(); R]);
+    let bases = &rows.bases.as_slice()[rows.centre * rows.count + row..][..R];
     for r in 0..R {
-        (ranges[r], steps[r]) = (seen(row + r), rows.step.as_slice()[row + r]);
+        ranges[r] = seen(row + r);
+        grids[r] = Grid {
+            step: rows.step.as_slice()[row + r],
+            base: bases[r],
+        };
     }
     let scores = rows.scores.as_mut_slice()[row * TILE..][..R * TILE].as_mut_ptr();
     // SAFETY: R·TILE floats at `scores`; the caller's contract.
     unsafe {
         for r in 0..R {
             let of_row = scores.add(r * TILE);
-            steps[r] = settle(s, of_row, steps[r], ranges[r], &modifiers(row + r));
+            grids[r] = settle(s, of_row, grids[r], ranges[r], &modifiers(row + r));
         }
-        let [base, m] = exponents::<D::S, R>(s, scores, ranges, &mut steps);
-        let l = weights::<D::S, R>(s, scores, base, &steps);
+        let [base, m] = exponents::<D::S, R>(s, scores, ranges, &mut grids);
+        let l = weights::<D::S, R>(s, scores, base, &grids);
         let moves = fold_scalars::<D::S, R>(s, rows, row, [m, l]);
         for (r, [start, end]) in ranges.into_iter().enumerate() {
             if start >= end {
@@ -66,8 +71,15 @@ pub(crate) unsafe fn weigh<D: Dot, const R: usize>(
     }
 }
 
-/// Makes a row's scores such that their multiplication by the step that comes back is all that is left to do: applies score modifiers, and gives
-/// tokens that the row does not see −∞.
+/// How a row's scores come on the grid: multiplied by its step, and added to a base.
+#[derive(Clone, Copy, Default)]
+struct Grid {
+    step: f32,
+    base: f32,
+}
+
+/// Makes a row's scores such that they only have to be put on the grid that comes back: applies score modifiers, and gives tokens that the row does not
+/// see −∞.
 ///
 /// # Safety
 /// TILE floats are readable and writable at `scores`.
@@ -75,14 +87,14 @@ pub(crate) unsafe fn weigh<D: Dot, const R: usize>(
 unsafe fn settle<S: Simd>(
     s: S,
     scores: *mut f32,
-    step: f32,
+    grid: Grid,
     range: [usize; 2],
     modifiers: &Modifiers,
-) -> f32 {
+) -> Grid {
     if range == [0, TILE] && modifiers.is_none() {
-        return step;
+        return grid;
     }
-    let mut left = step;
+    let (step, mut left) = (grid.step, grid);
     // A step of 0 times −∞ is no number.
     if step == 0.0 || !modifiers.is_none() {
         for t in (0..TILE).step_by(S::LANES) {
@@ -92,7 +104,18 @@ unsafe fn settle<S: Simd>(
                 s.store(at, s.mul(s.load(at), s.splat(step)));
             }
         }
-        left = 1.0;
+        left.step = 1.0;
+    }
+    if !modifiers.is_none() && grid.base != SCORE_BASE {
+        let of_centre = s.splat(grid.base - SCORE_BASE);
+        for t in (0..TILE).step_by(S::LANES) {
+            // SAFETY: t + LANES ≤ TILE.
+            unsafe {
+                let at = scores.add(t);
+                s.store(at, s.add(s.load(at), of_centre));
+            }
+        }
+        left.base = SCORE_BASE;
     }
     // SAFETY: the caller's contract.
     unsafe { modify(s, scores, range, modifiers) };
@@ -109,14 +132,15 @@ unsafe fn exponents<S: Simd, const R: usize>(
     s: S,
     scores: *mut f32,
     ranges: [[usize; 2]; R],
-    steps: &mut [f32; R],
+    grids: &mut [Grid; R],
 ) -> [S::F; 2] {
-    let base = s.splat(SCORE_BASE);
-    let mut largest = [base; 4];
+    let mut largest = [s.splat(SCORE_BASE); 4];
+    let mut bases = [SCORE_BASE; 4];
     for r in 0..R {
         let [start, end] = ranges[r];
         if start < end {
-            let step = s.splat(steps[r]);
+            let (step, base) = (s.splat(grids[r].step), s.splat(grids[r].base));
+            bases[r] = grids[r].base;
             // SAFETY: row r's TILE floats.
             unsafe {
                 let row = scores.add(r * TILE);
@@ -130,46 +154,70 @@ unsafe fn exponents<S: Simd, const R: usize>(
     }
     let top = s.maxima(largest);
     let up = s.i_and(s.i_add(s.bits(top), s.i_splat(63)), s.i_splat(!63));
-    let mut ceil = s.of_bits(up);
-    let mut exponent = s.sub(ceil, base);
+    let ceil = s.of_bits(up);
+    let mut exponent = s.sub(ceil, s.splat(SCORE_BASE));
+    // What is added to the bases, so that points count from M. The sum is exact but for bases far from the grid's middle.
+    let down = s.sub(s.splat(SCORE_BASE - WEIGHT_SHIFT), ceil);
+    // SAFETY: four floats.
+    let bases = unsafe { s.load_four(bases.as_ptr()) };
+    let mut base = s.add(bases, down);
+    let is_exact = s.sub(bases, s.sub(base, down));
+    let is_exact = s.i_sub(s.i_splat(0), s.i_and(s.bits(is_exact), s.i_splat(i32::MAX)));
     // At most one of the differences is negative, so that ^ finds either.
     let last = f32::from_bits(NEAR_END.to_bits() - 1);
     let (below, above) = (s.sub(top, s.splat(NEAR_START)), s.sub(s.splat(last), top));
-    if s.any_negative(s.i_xor(s.bits(below), s.bits(above))) {
-        let [mut tops, mut ceils, mut exponents] = [[0.0; 4]; 3];
+    let is_far = s.i_xor(s.bits(below), s.bits(above));
+    if s.any_negative(is_far) || s.any_negative(is_exact) {
+        let [mut tops, mut ceils, mut exponents, mut new] = [[0.0; 4]; 4];
         // SAFETY: four floats each; R rows of TILE scores, to which nothing else refers.
         unsafe {
             s.store_first::<4>(tops.as_mut_ptr(), top);
             s.store_first::<4>(ceils.as_mut_ptr(), ceil);
             s.store_first::<4>(exponents.as_mut_ptr(), exponent);
+            s.store_first::<4>(new.as_mut_ptr(), base);
             for r in 0..R {
-                if !is_near(tops[r]) {
-                    let scores = std::slice::from_raw_parts_mut(scores.add(r * TILE), TILE);
-                    exponents[r] = count_from_largest(scores, steps[r]);
-                    (ceils[r], steps[r]) = (SCORE_BASE, 1.0);
+                let down = (SCORE_BASE - WEIGHT_SHIFT) - ceils[r];
+                let is_near = is_near(tops[r]);
+                if is_near && new[r] - down == grids[r].base {
+                    continue;
                 }
+                let scores = std::slice::from_raw_parts_mut(scores.add(r * TILE), TILE);
+                if is_near {
+                    count_from_ceil(scores, grids[r], ceils[r]);
+                } else {
+                    exponents[r] = count_from_largest(scores, grids[r]);
+                }
+                grids[r].step = 1.0;
+                new[r] = SCORE_BASE - WEIGHT_SHIFT;
             }
-            ceil = s.load_four(ceils.as_ptr());
             exponent = s.load_four(exponents.as_ptr());
+            base = s.load_four(new.as_ptr());
         }
     }
-    [
-        s.sub(s.splat(2.0 * SCORE_BASE - WEIGHT_SHIFT), ceil),
-        s.add(exponent, s.splat(WEIGHT_SHIFT)),
-    ]
+    [base, s.add(exponent, s.splat(WEIGHT_SHIFT))]
 }
 
 /// Replaces a row's scores by their differences from the largest, rounded up, which comes back.
 #[cold]
 #[inline(never)]
-fn count_from_largest(scores: &mut [f32], step: f32) -> f32 {
-    scores.iter_mut().for_each(|a| *a *= step);
+fn count_from_largest(scores: &mut [f32], Grid { step, base }: Grid) -> f32 {
+    let of_centre = base - SCORE_BASE;
+    scores.iter_mut().for_each(|a| *a = *a * step + of_centre);
     let largest = scores.iter().fold(f32::NEG_INFINITY, |m, s| m.max(*s));
     let largest = largest.ceil();
     for s in scores {
         *s = (*s - largest).max(-65536.0);
     }
     largest
+}
+
+/// Replaces a row's scores, put on the grid, by their differences from M.
+#[cold]
+#[inline(never)]
+fn count_from_ceil(scores: &mut [f32], Grid { step, base }: Grid, ceil: f32) {
+    for s in scores {
+        *s = (grid_score(*s, step, base) - ceil).max(-65536.0);
+    }
 }
 
 /// The weights of `R` rows over one tile, in place of their scores, and the rows' sums l.
@@ -181,11 +229,11 @@ unsafe fn weights<S: Simd, const R: usize>(
     s: S,
     scores: *mut f32,
     base: S::F,
-    steps: &[f32; R],
+    grids: &[Grid; R],
 ) -> S::F {
     let mut sums = [s.splat(0.0); 4];
     for r in 0..R {
-        let (base, step) = (s.lane(base, r), s.splat(steps[r]));
+        let (base, step) = (s.lane(base, r), s.splat(grids[r].step));
         for t in (0..TILE).step_by(S::LANES) {
             // SAFETY: t + LANES ≤ TILE.
             unsafe {

@@ -247,12 +247,19 @@ impl Simd for Scalar {
 
     #[inline]
     fn grid_sum(self, a: F, step: F, base: F) -> F {
-        // The step of f64 is 2^-6 here. The product of two f32 is exact in it, so that this sum is the only rounding.
+        // The step of f64 is 2^-6 here. The product of two f32 is exact in it, and so is the base's sum with GRID, where the base is on the grid, so that
+        // this sum is the only rounding.
         const GRID: f64 = 1.5 * (1u64 << 46) as f64;
-        let points = zip(a, step, |a, step| {
-            (f64::from(a) * f64::from(step) + GRID - GRID) as f32
-        });
-        self.add(points, base)
+        let mut sums = [0.0; 8];
+        for i in 0..8 {
+            let base = f64::from(base[i]);
+            let raised = base + GRID;
+            sums[i] = match raised - GRID == base {
+                true => (f64::from(a[i]) * f64::from(step[i]) + raised - GRID) as f32,
+                false => a[i].mul_add(step[i], base as f32),
+            };
+        }
+        sums
     }
 
     #[inline]
