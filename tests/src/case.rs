@@ -25,6 +25,8 @@ pub struct Case {
     pub inputs: Inputs,
     /// How K and V come to be where decode reads them.
     pub build: Build,
+    /// Whether the cache takes centres off its keys.
+    pub centres: bool,
     /// Whether each sequence is also decoded alone.
     pub alone: bool,
     /// The seed of K, V and Q, and the case's number in the table.
@@ -38,6 +40,8 @@ pub struct Case {
 pub enum Inputs {
     /// In −3..3, one in 97 of them 8 times larger: outliers are what quantization finds hard.
     Noise,
+    /// Noise, in K beside a constant of up to 40 in each dim, as a bias of the model's gives.
+    Biased,
     /// All zero, Q too.
     Zeros,
     /// Tokens in turn: zero, f32 subnormals, values whose f16 scales are subnormal, noise.
@@ -103,6 +107,7 @@ impl Case {
             page_size: 64,
             inputs: Inputs::Noise,
             build: Build::Chunks,
+            centres: false,
             alone: false,
             seed: 1,
             first: 0,
@@ -140,6 +145,9 @@ impl Case {
         }
         if self.page_size != 64 {
             parts.push(format!("page {}", self.page_size));
+        }
+        if self.centres {
+            parts.push("centres".to_owned());
         }
         if self.inputs != Inputs::Noise {
             parts.push(format!("{:?}", self.inputs));
@@ -183,6 +191,7 @@ impl Case {
             .lens(p.kv_lens.iter().copied())
             .page_size(self.page_size)
             .max_q_len(p.max_q_len().max(64))
+            .centres(self.centres)
             .build();
         config
             .k_tensor_scales
@@ -215,6 +224,12 @@ impl Case {
                 let shared = self.prefix() * self.row();
                 x[..shared].copy_from_slice(&self.numbers(self.seed * 1000 + side, shared, most));
             }
+            if self.inputs == Inputs::Biased && side == 0 {
+                let mut bits = Noise::of_case(self.seed);
+                let bias: Vec<f32> = (0..self.row()).map(|_| unit(bits.bits()) * 40.0).collect();
+                let rows = x.chunks_exact_mut(bias.len());
+                rows.for_each(|row| row.iter_mut().zip(&bias).for_each(|(x, c)| *x += c));
+            }
             x
         })
     }
@@ -223,7 +238,7 @@ impl Case {
     fn numbers(&self, seed: u64, n: usize, most: f32) -> Vec<f32> {
         let mut x = noise(seed, n);
         let large = match self.inputs {
-            Inputs::Noise => return x,
+            Inputs::Noise | Inputs::Biased => return x,
             Inputs::Zeros => return vec![0.0; n],
             Inputs::Tiny => {
                 let scales = [0.0, 1e-40, 1e-6, 1.0];
@@ -406,11 +421,11 @@ impl Case {
         let mut cache = self.poisoned(backend, self.config())?;
         let prefix = self.prefix();
         self.append(&mut cache, 0, 0..prefix, &[usize::MAX])?;
-        let before = cache.read_back(0)?;
+        let before = cache.image(0)?;
         cache.fork(0, 1)?;
-        let forked = cache.read_back(1)?;
+        let forked = cache.image(1)?;
         self.append(&mut cache, 1, prefix..self.problem.kv_lens[1], &[2])?;
-        Ok(before == forked && before == cache.read_back(0)?)
+        Ok(before == forked && before == cache.image(0)?)
     }
 
     /// The contiguous cache that a view case reads: exact codes, 9 tokens of capacity to spare, all poisoned.
@@ -560,6 +575,9 @@ impl fmt::Display for Case {
             self.inputs,
             self.build
         )?;
+        if self.centres {
+            f.write_str(", centres")?;
+        }
         if !p.scores.causal {
             f.write_str(", not causal")?;
         }

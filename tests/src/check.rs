@@ -83,6 +83,8 @@ pub struct Bounds {
 /// many weights add like noise: at most 1.7e-2 in the table. The log-sum-exp sums weights before they are bytes: a score on the grid of 64ths errs by up to
 /// 2^-7 in base 2, 5.4e-3 in natural units, which shows whole where one token dominates; f16 adds 2^-11, 4.9e-4, and scores their last bits: 6.5e-4 of 10.
 ///
+/// With centres of K the score of the centre is on the grid, too: twice 2^-7, which of the first tile's tokens against all others is an error of weights.
+///
 /// *Float on the CPU*: a dot product of D terms errs by √D·2^-24 of its terms, amplified by scores of some tens: 3e-5.
 ///
 /// *Float elsewhere*: Q is exact in 16 bits, but a tensor core takes weights of 11 bits (f16) or 8 (bf16), each off by at most 2^-12 or 2^-9
@@ -102,6 +104,7 @@ pub fn bounds(backend: &dyn DecodeAttention, case: &Case) -> Bounds {
     let is_fast = case.problem.may_use_floats(case.format);
     let lse = match (k.is_integer(), bf16) {
         (true, _) if is_fast => 2e-3,
+        (true, _) if case.format.is_integer() && case.centres => 1.2e-3,
         (true, _) if case.format.is_integer() => 6.5e-4,
         (true, _) => 1e-4,
         (false, false) => 5e-4,
@@ -203,15 +206,25 @@ fn rows_differ(what: &str, got: &Rows, want: &Rows) -> Option<String> {
 /// Where the cached bytes of two caches first differ, as a text.
 fn bytes_differ(got: &KvCache, want: &KvCache, sequences: usize) -> Result<Option<String>, Error> {
     for b in 0..sequences {
-        let (got, want) = (got.read_back(b)?, want.read_back(b)?);
-        if got.len() != want.len() {
+        let size = want.layout().page_bytes();
+        let (got, want) = (got.image(b)?, want.image(b)?);
+        if got.pages().len() != want.pages().len() {
             return Ok(Some(format!(
                 "sequence {b} has {} pages, expected {}",
-                got.len(),
-                want.len()
+                got.pages().len() / size,
+                want.pages().len() / size
             )));
         }
-        for (page, (got, want)) in got.iter().zip(&want).enumerate() {
+        let differs = got.centres().iter().zip(want.centres());
+        if let Some(at) = { differs }.position(|(a, b)| a != b) {
+            return Ok(Some(format!(
+                "byte {at} of the centres of sequence {b} is {:#04x}, expected {:#04x}",
+                got.centres()[at],
+                want.centres()[at]
+            )));
+        }
+        let pages = got.pages().chunks(size).zip(want.pages().chunks(size));
+        for (page, (got, want)) in pages.enumerate() {
             if let Some(at) = got.iter().zip(want).position(|(a, b)| a != b) {
                 return Ok(Some(format!(
                     "cache byte {at} of page {page} of sequence {b} is {:#04x}, expected {:#04x}",

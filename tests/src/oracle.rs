@@ -50,8 +50,9 @@ pub fn attend(
             for h in 0..problem.num_q_heads {
                 let at = ((tokens.start + i) * problem.num_q_heads + h) * dim;
                 let q = &q[at..at + dim];
-                let q = match queries {
-                    Queries::Exact => q.iter().map(|x| f64::from(*x)).collect(),
+                let exact: Vec<f64> = q.iter().map(|x| f64::from(*x)).collect();
+                let read = match queries {
+                    Queries::Exact => exact.clone(),
                     Queries::Rounded => rounded(q, scale(h), is_rotated),
                 };
                 let row = QueryRow {
@@ -60,7 +61,8 @@ pub fn attend(
                     token: i,
                     head: h,
                 };
-                let (row, row_lse) = attend_row(&row, &q, &kv[h / problem.heads_per_kv()]);
+                let kv = &kv[h / problem.heads_per_kv()];
+                let (row, row_lse) = attend_row(&row, [&read, &exact], kv);
                 out.extend(row);
                 lse.push(row_lse);
             }
@@ -90,7 +92,7 @@ pub fn attend_rows(problem: &Problem, q: &[f32], k: &[f32], v: &[f32]) -> (Vec<f
             token: i,
             head: h,
         };
-        let (row, row_lse) = attend_row(&row, &q, &kv[h / problem.heads_per_kv()]);
+        let (row, row_lse) = attend_row(&row, [&q, &q], &kv[h / problem.heads_per_kv()]);
         out.extend(row);
         lse.push(row_lse);
     }
@@ -136,13 +138,18 @@ fn rotate(row: &mut [f64], halvings: u32) {
     }
 }
 
-/// Attends a row to K and V of its KV head; its outputs and its log-sum-exp.
-fn attend_row(row: &QueryRow<'_>, q: &[f64], [k, v]: &[Stored; 2]) -> (Vec<f64>, f64) {
+/// Attends a row to K and V of its KV head; its outputs and its log-sum-exp. The query meets keys as it is read, and their centres as it is.
+fn attend_row(
+    row: &QueryRow<'_>,
+    [q, exact]: [&[f64]; 2],
+    [k, v]: &[Stored; 2],
+) -> (Vec<f64>, f64) {
+    let dot = |a: &[f64], b: &[f64]| -> f64 { a.iter().zip(b).map(|(a, b)| a * b).sum() };
     let own_tile = row.own_tile();
     let seen = (0..row.kv_len()).filter(|t| row.sees(*t));
     let scores: Vec<(usize, f64)> = seen
         .map(|t| {
-            let dot: f64 = q.iter().zip(k.row(t, own_tile)).map(|(q, k)| q * k).sum();
+            let dot = dot(q, k.row(t, own_tile)) + dot(exact, k.centre(t));
             (t, row.score(t, dot * f64::from(row.problem.score_scale())))
         })
         .collect();
@@ -159,6 +166,8 @@ fn attend_row(row: &QueryRow<'_>, q: &[f64], [k, v]: &[Stored; 2]) -> (Vec<f64>,
 struct Stored {
     coarse: Vec<f64>,
     fine: Vec<f64>,
+    /// What the cache has taken off the rows of the first 64 tokens, and off those of all later ones.
+    centres: [Vec<f64>; 2],
     dim: usize,
     /// Tiles that a row reads with residuals, beside the first; 0 for a scheme without residuals.
     window: usize,
@@ -169,10 +178,16 @@ impl Stored {
     fn exact(coarse: Vec<f64>, dim: usize) -> Self {
         Stored {
             fine: Vec::new(),
+            centres: [const { Vec::new() }; 2],
             window: 0,
             coarse,
             dim,
         }
+    }
+
+    /// What was taken off token t.
+    fn centre(&self, t: usize) -> &[f64] {
+        &self.centres[usize::from(t >= 64)]
     }
 
     /// Token t as a row whose own tile is `own_tile` reads it.
@@ -202,6 +217,13 @@ impl Stored {
         let (pages, residuals) = (&table.pages[b], &table.residual_pages[b]);
         let mut stored = Stored::exact(Vec::new(), config.head_dim);
         stored.window = part.scheme.window().tiles();
+        if let (Side::K, Some(centres)) = (side, store.centres(0, b, head)) {
+            stored.centres = centres.map(|centre| {
+                let mut centre: Vec<f64> = centre.iter().map(|x| x.to_f64()).collect();
+                rotate(&mut centre, block(stored.dim).trailing_zeros().div_ceil(2));
+                centre
+            });
+        }
         for t in 0..table.lens[b] {
             let (page, slot) = (t / config.page_size, t % config.page_size);
             let run = store.run(0, pages[page], head);

@@ -1,5 +1,6 @@
 //! The table of cases that every backend runs.
 
+mod centres;
 mod kept;
 
 use attn_core::{Arithmetic, Error, KvFormat, Scheme};
@@ -129,6 +130,7 @@ fn reduced(table: &mut Table) {
     }
     far_scores(table, &["int8", "int4"]);
     kept::taken_back(table);
+    centres::few(table);
 }
 
 /// Scores up to twice as far as the grid reaches, so that rows are on it in some tiles and off it in others; and rows without a step, whose scores are 0,
@@ -290,6 +292,7 @@ fn full(table: &mut Table) {
         &["int8", "int4", "int8/int4", "int4-g4", "int8-tensor"],
     );
     kept::first_tiles(table);
+    centres::all(table);
 }
 
 /// A sink for each query head: ordinary ones, one that outweighs all tokens, one that none of them shows, and one that GPUs flush.

@@ -1,0 +1,113 @@
+//! Cases of caches that take centres off their keys.
+
+use attn_core::KvFormat;
+
+use super::{Table, formats};
+use crate::case::{Build, Case, Inputs};
+
+const FORMATS: [&str; 3] = ["int8", "int8/int4", "int4"];
+
+fn of(heads: [usize; 2], dim: usize, kv_lens: &[usize], format: KvFormat) -> Case {
+    Case {
+        centres: true,
+        inputs: Inputs::Biased,
+        ..Case::new(heads, dim, kv_lens, format)
+    }
+}
+
+/// A sequence that ends in its first tile, one that ends with it, and longer ones: decoded, verified, as prompts, forked, and taken back and gone on with.
+pub(super) fn few(table: &mut Table) {
+    for format in formats(&FORMATS) {
+        let mut case = of([4, 2], 64, &[5, 64, 65, 300], format);
+        case.alone = true;
+        table.add(case.clone());
+        case.problem.q_lens = vec![3, 20, 1, 70];
+        case.build = Build::Shuffled;
+        table.add(case.clone());
+        (case.build, case.page_size) = (Build::TakenBack, 16);
+        table.add(case);
+        let mut case = of([3, 1], 128, &[70, 140], format);
+        (case.build, case.problem.q_lens) = (Build::Forked, vec![2; 2]);
+        table.add(case);
+        modified(table, format);
+    }
+}
+
+/// Soft cap, slopes, sinks and windows, which need the scores of the keys themselves; and scores that leave the grid, with and without them.
+fn modified(table: &mut Table, format: KvFormat) {
+    let mut case = of([4, 2], 64, &[300, 40, 129], format);
+    case.problem.q_lens = vec![2; 3];
+    case.problem.scores.softmax_scale = Some(0.01);
+    case.problem.scores.sinks = Some(vec![0.5, -2.0, 6.0, 90.0]);
+    table.add(case.clone());
+    case.problem.scores.softcap = Some(30.0);
+    table.add(case.clone());
+    case.problem.scores.softcap = None;
+    case.problem.scores.alibi_slopes = Some(vec![0.5, -0.25, 0.0, 0.125]);
+    case.problem.scores.window_left = Some(100);
+    table.add(case.clone());
+    for softmax_scale in [10.0, 25.0, 60.0] {
+        let mut case = of([4, 2], 64, &[1, 70, 300], format);
+        case.problem.scores.softmax_scale = Some(softmax_scale);
+        case.problem.q_lens = vec![3; 3];
+        table.add(case.clone());
+        case.problem.scores.alibi_slopes = Some(vec![0.5, 100.0, 0.125, 0.0]);
+        table.add(case);
+    }
+}
+
+/// All kinds of rows and pages.
+pub(super) fn all(table: &mut Table) {
+    few(table);
+    for format in formats(&[
+        "int8",
+        "int8/int4",
+        "int4",
+        "int4-w4/int8",
+        "int4-r2/int4-w0",
+        "int8/int4-g4",
+    ]) {
+        for page_size in [16, 32, 64, 128] {
+            let mut case = of([8, 2], 64, &[700, 63, 1300, 66], format);
+            case.problem.q_lens = vec![1, 3, 200, 0];
+            (case.build, case.page_size) = (Build::TakenBack, page_size);
+            table.add(case.clone());
+            (case.problem.q_lens, case.build) = (vec![1; 4], Build::OneByOne);
+            table.add(case);
+        }
+        for dim in [80, 96, 128, 192, 256] {
+            let mut case = of([8, 1], dim, &[400, 64, 0, 1030], format);
+            case.problem.q_lens = vec![7, 2, 0, 1];
+            table.add(case.clone());
+            (case.problem.q_lens, case.build) = (vec![90, 33, 0, 17], Build::AtOnce);
+            table.add(case);
+        }
+        let mut case = of([16, 1], 128, &[2100, 330], format);
+        case.problem.q_lens = vec![2; 2];
+        (case.build, case.alone) = (Build::Shuffled, true);
+        for window in [2060, 300] {
+            case.problem.scores.window_left = Some(window);
+            table.add(case.clone());
+        }
+        case.problem.scores.window_left = Some(50);
+        (case.build, case.alone) = (Build::Dropped, false);
+        table.add(case);
+        for inputs in [
+            Inputs::Zeros,
+            Inputs::Tiny,
+            Inputs::Edge,
+            Inputs::Huge,
+            Inputs::Extreme,
+            Inputs::Noise,
+        ] {
+            let mut case = of([4, 2], 64, &[70, 9, 200], format);
+            case.inputs = inputs;
+            case.problem.q_lens = vec![2; 3];
+            table.add(case);
+        }
+        table.add(Case {
+            build: Build::Reused,
+            ..of([4, 2], 64, &[70, 129], format)
+        });
+    }
+}
