@@ -46,12 +46,11 @@ fn modified(table: &mut Table, format: KvFormat) {
     case.problem.scores.alibi_slopes = Some(vec![0.5, -0.25, 0.0, 0.125]);
     case.problem.scores.window_left = Some(100);
     table.add(case.clone());
-    for softmax_scale in [10.0, 25.0, 60.0] {
+    for (softmax_scale, slopes) in [(10.0, None), (25.0, Some(100.0)), (60.0, Some(0.5))] {
         let mut case = of([4, 2], 64, &[1, 70, 300], format);
         case.problem.scores.softmax_scale = Some(softmax_scale);
+        case.problem.scores.alibi_slopes = slopes.map(|slope| vec![0.5, slope, 0.125, 0.0]);
         case.problem.q_lens = vec![3; 3];
-        table.add(case.clone());
-        case.problem.scores.alibi_slopes = Some(vec![0.5, 100.0, 0.125, 0.0]);
         table.add(case);
     }
 }
@@ -65,49 +64,42 @@ pub(super) fn all(table: &mut Table) {
         "int4",
         "int4-w4/int8",
         "int4-r2/int4-w0",
-        "int8/int4-g4",
     ]) {
-        for page_size in [16, 32, 64, 128] {
+        for (page_size, build) in [
+            (16, Build::TakenBack),
+            (32, Build::OneByOne),
+            (64, Build::TakenBack),
+            (128, Build::Shuffled),
+        ] {
             let mut case = of([8, 2], 64, &[700, 63, 1300, 66], format);
-            case.problem.q_lens = vec![1, 3, 200, 0];
-            (case.build, case.page_size) = (Build::TakenBack, page_size);
+            (case.build, case.page_size) = (build, page_size);
             table.add(case.clone());
-            (case.problem.q_lens, case.build) = (vec![1; 4], Build::OneByOne);
+            case.problem.q_lens = vec![1, 3, 200, 0];
             table.add(case);
         }
-        for dim in [80, 96, 128, 192, 256] {
+        for dim in [96, 192, 256] {
             let mut case = of([8, 1], dim, &[400, 64, 0, 1030], format);
-            case.problem.q_lens = vec![7, 2, 0, 1];
-            table.add(case.clone());
-            (case.problem.q_lens, case.build) = (vec![90, 33, 0, 17], Build::AtOnce);
+            (case.problem.q_lens, case.build) = (vec![90, 2, 0, 17], Build::AtOnce);
             table.add(case);
         }
         let mut case = of([16, 1], 128, &[2100, 330], format);
         case.problem.q_lens = vec![2; 2];
+        case.problem.scores.window_left = Some(300);
         (case.build, case.alone) = (Build::Shuffled, true);
-        for window in [2060, 300] {
-            case.problem.scores.window_left = Some(window);
-            table.add(case.clone());
-        }
+        table.add(case.clone());
         case.problem.scores.window_left = Some(50);
         (case.build, case.alone) = (Build::Dropped, false);
         table.add(case);
-        for inputs in [
-            Inputs::Zeros,
-            Inputs::Tiny,
-            Inputs::Edge,
-            Inputs::Huge,
-            Inputs::Extreme,
-            Inputs::Noise,
-        ] {
-            let mut case = of([4, 2], 64, &[70, 9, 200], format);
-            case.inputs = inputs;
-            case.problem.q_lens = vec![2; 3];
-            table.add(case);
+    }
+    for format in formats(&["int8", "int4"]) {
+        let of = || of([4, 2], 64, &[70, 9, 200], format);
+        for inputs in [Inputs::Zeros, Inputs::Tiny, Inputs::Huge, Inputs::Extreme] {
+            table.add(Case { inputs, ..of() });
         }
-        table.add(Case {
-            build: Build::Reused,
-            ..of([4, 2], 64, &[70, 129], format)
-        });
+        let build = Build::Reused;
+        table.add(Case { build, ..of() });
+        let mut case = Case::new([8, 2], 80, &[130, 64, 300], format);
+        (case.centres, case.problem.q_lens) = (true, vec![70, 1, 3]);
+        table.add(case);
     }
 }
