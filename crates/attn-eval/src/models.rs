@@ -72,6 +72,9 @@ pub struct PerplexityArgs {
     /// Formats, and f32: plain attention over a cache of f32, which all are compared with, products in f32.
     #[arg(long, value_delimiter = ',', default_value = "f32,bf16,fp8,int8,int8/int4,int4", value_parser = format)]
     kv: Vec<CacheFormat>,
+    /// Take centres off the keys of caches whose format allows it.
+    #[arg(long)]
+    centres: bool,
     /// Tokens of a piece; each begins with an empty cache.
     #[arg(long, default_value_t = 1024, value_parser = clap::value_parser!(u32).range(2..=1 << 20))]
     tokens: u32,
@@ -228,7 +231,15 @@ fn generate_in(
     }
     let backend = Arc::clone(&ready.backend);
     let config = ready.model.config();
-    let mut kv = PagedKv::new(backend, config, format, sequences, needed, options.chunk)?;
+    let mut kv = PagedKv::new(
+        backend,
+        config,
+        format,
+        sequences,
+        needed,
+        options.chunk,
+        false,
+    )?;
     let streams = !console.json && !args.side_by_side && prompts.len() == 1;
     let mut text = ready.tokenizer.stream();
     let mut printed = Ok(());
@@ -351,6 +362,7 @@ pub fn perplexity(
         reference: reference.as_ref(),
         backend: Arc::clone(&ready.backend),
         formats: &formats,
+        centres: args.centres,
         chunk: args.model.chunk(),
     };
     let results = attn_llm::perplexity(&comparison, &pieces, &mut |done| {

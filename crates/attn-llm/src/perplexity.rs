@@ -53,6 +53,8 @@ pub struct Comparison<'a> {
     pub backend: Arc<dyn DecodeAttention>,
     /// The formats; none is f32 in plain attention.
     pub formats: &'a [Option<KvFormat>],
+    /// Whether caches whose format allows it take centres off their keys ([`attn::centres`]).
+    pub centres: bool,
     /// Tokens computed at once.
     pub chunk: usize,
 }
@@ -231,7 +233,9 @@ fn caches(
         run.kl.push(Vec::new());
         let backend = Arc::clone(&comparison.backend);
         if let Some(format) = run.format {
-            let paged = PagedKv::new(backend, config, format, 1, tokens, comparison.chunk)?;
+            let chunk = comparison.chunk;
+            let centres = comparison.centres;
+            let paged = PagedKv::new(backend, config, format, 1, tokens, chunk, centres)?;
             run.bytes_per_token = paged.bytes_per_token();
             caches.push(Some(Box::new(paged)));
             continue;

@@ -19,7 +19,7 @@ fn backend() -> Arc<dyn DecodeAttention> {
 
 fn paged(model: &Model, format: &str, sequences: usize, len: usize) -> PagedKv {
     let format: KvFormat = format.parse().unwrap();
-    PagedKv::new(backend(), model.config(), format, sequences, len, 64).unwrap()
+    PagedKv::new(backend(), model.config(), format, sequences, len, 64, false).unwrap()
 }
 
 #[test]
@@ -139,6 +139,7 @@ fn perplexity_ranks_formats_by_their_errors() {
             reference: None,
             backend: backend(),
             formats: &[&[None], &formats[..]].concat(),
+            centres: false,
             chunk,
         };
         attn_llm::perplexity(&comparison, &pieces, &mut |_| ()).unwrap()
@@ -429,6 +430,7 @@ fn texts_beyond_the_room_are_refused_and_change_nothing() {
         1 << 20,
         1 << 20,
         64,
+        false,
     );
     let error = most.err().expect("too large").to_string();
     assert!(

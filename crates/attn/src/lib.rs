@@ -32,12 +32,12 @@ pub use attn_core::{
     Append, Arithmetic, Attend, Attended, AttnState, BackendId, CacheAccess, CacheBuilder,
     CacheConfig, CacheLayer, CachedSequences, DecodeAttention, DecodeStep, DeviceInfo,
     DeviceMemory, DeviceResults, DeviceRows, DeviceSteps, Dtype, ElementIndex, Elements,
-    ElementsMut, Error, ErrorKind, Given, Heads, HostPages, HostStore, Int8Scale, KvCache,
-    KvFormat, KvMemory, KvSource, KvView, PackedRows, PageLayout, PageStore, PageTable, Plan,
-    Problem, Recent, Rotary, RotaryScaling, RotaryStyle, RotaryTable, RowPlaces, Rows, RowsMut,
-    Scheme, ScoreModifiers, SequenceImage, SpanStates, SpansStep, StepInputs, StepOutputs,
+    ElementsMut, Error, ErrorKind, FirstTile, Given, Heads, HostPages, HostStore, Int8Scale,
+    KvCache, KvFormat, KvMemory, KvSource, KvView, PackedRows, PageLayout, PageStore, PageTable,
+    Plan, Problem, Recent, Rotary, RotaryScaling, RotaryStyle, RotaryTable, RowPlaces, Rows,
+    RowsMut, Scheme, ScoreModifiers, SequenceImage, SpanStates, SpansStep, StepInputs, StepOutputs,
     StridedRows, TokenWrite, TruncateLimit, Unsupported, WideRows, WideRowsMut, Window, arithmetic,
-    cache, convert, events, format, formats, layout, problem, process, quant, rotary,
+    cache, centres, convert, events, format, formats, layout, problem, process, quant, rotary,
 };
 
 pub use device::{Device, DeviceName};

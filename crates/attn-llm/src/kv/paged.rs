@@ -27,6 +27,8 @@ impl PagedKv {
     /// Creates an empty cache for `sequences` of up to `max_len` tokens each, of which up to `chunk` come at once. `fp8` has scale 1, as files of models
     /// bring no scales of K and V: a number's exponent reaches the magnitudes of a model, and larger ones than 448 saturate.
     ///
+    /// With `centres` a cache whose format allows it takes centres off its keys ([`attn::centres`]).
+    ///
     /// # Errors
     /// Those of [`DecodeAttention::create_cache`]: [`attn::Error::OutOfMemory`] among them, and [`attn::Error::MissingScales`] for `int8-tensor`.
     pub fn new(
@@ -36,12 +38,14 @@ impl PagedKv {
         sequences: usize,
         max_len: usize,
         chunk: usize,
+        centres: bool,
     ) -> Result<Self, Error> {
         let mut config = CacheConfig::builder(format, model.heads)
             .layers(model.windows.len())
             .sequences(sequences)
             .max_len(max_len)
-            .max_q_len(chunk);
+            .max_q_len(chunk)
+            .centres(centres && format.check_centres().is_ok());
         // Whole numbers at scale 1 are no approximation of K and V, so that static scales of integers stay missing, and are refused.
         if [format.k, format.v]
             .iter()
