@@ -50,6 +50,12 @@ fn factor_of_v(settings: &Settings<'_>, t: usize) -> f32 {
     0.5f32.powi((of_tile * (t / 64 % 2) + of_token * (t % 4)) as i32)
 }
 
+/// What settings add to dim `d` of every row of K.
+fn bias_of_k(settings: &Settings<'_>, d: usize) -> f32 {
+    let bias = settings.get("bias").map_or(0.0, |x| x.parse().unwrap());
+    ((d * 29 + 3) % 17) as f32 / 8.0 * bias - bias
+}
+
 /// The cache that settings describe, made by `new`, with its tokens appended `step` at a time.
 pub fn cache(
     settings: &Settings<'_>,
@@ -68,6 +74,7 @@ pub fn cache(
         dim,
     };
     let mut config = CacheConfig::builder(format, all)
+        .centres(settings.contains_key("centres"))
         .unit_tensor_scales()
         .page_size(number("page_size"))
         .max_len(tokens)
@@ -85,7 +92,16 @@ pub fn cache(
                 factor_of_v(settings, t)
             }
         };
-        let value = |i: usize| value(side, i % row / dim, i / row, i % dim) * factor(i / row);
+        let bias = |d| {
+            if side == 0 {
+                bias_of_k(settings, d)
+            } else {
+                0.0
+            }
+        };
+        let value = |i: usize| {
+            value(side, i % row / dim, i / row, i % dim) * factor(i / row) + bias(i % dim)
+        };
         let values = (0..tokens * row).map(value);
         values.map(|x| x.min(scheme.max_magnitude())).collect()
     });

@@ -118,6 +118,24 @@ def factor_of_v(case, t):
     return pow2(-(of_tile * (t // TILE % 2) + of_token * (t % 4)))
 
 
+def bias_of_k(case, d):
+    """What a case adds to dim d of every row of K."""
+    return F((d * 29 + 3) % 17 - 8, 8) * case["bias"] if case["bias"] else F(0)
+
+
+def to_bf16(x):
+    """Section 12: at most 2^50, 8 significant bits, half to even."""
+    x, n = max(min(x, pow2(50)), -pow2(50)), 0
+    if not x:
+        return F(0)
+    while abs(x) >= pow2(n + 1):
+        n += 1
+    while abs(x) < pow2(n):
+        n -= 1
+    assert n >= -126
+    return F(rhe(x / pow2(n - 7))) * pow2(n - 7)
+
+
 class Side:
     """K or V of one head: codes and (scale, shift) per group of each token, by the quantizers of make.py."""
 
@@ -127,14 +145,35 @@ class Side:
         self.half_steps = self.rotated and scheme != "int8"
         self.window = 0 if not self.half_steps or scheme == "int4-w0" else 4 if scheme == "int4-w4" else 2
         self.groups = {"int8-g32": dim // 32, "int4-r2": 2}.get(scheme) or (int(scheme[6:]) if scheme.startswith("int4-g") else 1)
-        self.codes, self.params = [], []
+        self.codes, self.params, self.centres = [], [], []
+        self.is_centred = bool(case["centres"]) and not side
         for t in range(case["kv_len"]):
             x = [value(side, 0, t, d) * (factor_of_v(case, t) if side else 1) for d in range(dim)]
+            if not side and case["bias"]:
+                x = [f32(v + bias_of_k(case, d)) for d, v in enumerate(x)]
             if self.rotated:  # larger inputs are refused
                 x = rotate_stored([min(v, pow2(100)) for v in x])
+            if self.is_centred:
+                x = self.without_centre(t, x)
             codes, params = self.token(x)
             self.codes.append(codes)
             self.params.append(params)
+
+    def without_centre(self, t, x):
+        """Section 12: a row of K without its centre, which two tokens make."""
+        if t == 0:
+            self.centres.append([to_bf16(v) for v in x])
+        if t == TILE:
+            sums = [F(0)] * self.dim
+            for s in range(TILE):
+                sums = [f32(a + self.stored(s, d)) for d, a in enumerate(sums)]
+            self.centres.append([to_bf16(f32(c + a * pow2(-6))) for c, a in zip(self.centres[0], sums)])
+        return [f32(v - c) for v, c in zip(x, self.centres[-1])]
+
+    def stored(self, t, d):
+        """What is stored at (t, d), read finely."""
+        scale, code = self.params[t][d * self.groups // self.dim][0], self.codes[t][d]
+        return (2 * code - 255) * (scale / 16) if self.half_steps else code * scale
 
     def token(self, x):
         if self.half_steps:
@@ -185,14 +224,28 @@ def modify(s, case, t, position):  # section 4
     return s
 
 
-def weights(scores, sigma):  # section 5: the points of the tokens that are seen, and the exponent
-    y = {t: f32(a * sigma + BASE) for t, a in scores.items()}
+def base(k, q, tile):
+    """Section 12: what a row's scores in a tile are added to on the grid. `q` is q' of section 3."""
+    if not k.is_centred:
+        return F(BASE)
+    acc = [F(0)] * 16
+    for d, (x, c) in enumerate(zip(q, k.centres[min(tile, 1)])):
+        product = from_bits((bits(x) + 128) & ~255) * c
+        assert product == f32(product)
+        acc[d % 16] = f32(acc[d % 16] + product)
+    for half in (8, 4, 2, 1):
+        acc = [f32(a + b) for a, b in zip(acc[:half], acc[half:])]
+    return f32(BASE + acc[0])
+
+
+def weights(scores, sigma, base):  # section 5: the points of the tokens that are seen, and the exponent
+    y = {t: f32(a * sigma + base) for t, a in scores.items()}
     top = max(y.values())
     if 131200 <= top < 262144:
         ceiling = F(-(-top // 1))
         m = f32(f32(ceiling - BASE) + 6)
     else:
-        s = {t: f32(a * sigma) for t, a in scores.items()}
+        s = {t: f32(f32(a * sigma) + f32(base - BASE)) for t, a in scores.items()}
         c = F(-(-max(s.values()) // 1))
         y = {t: f32(max(f32(x - c), F(-65536)) + BASE) for t, x in s.items()}
         ceiling, m = F(BASE), f32(c + 6)
@@ -270,16 +323,16 @@ def merge_sink(state, sink):  # section 7: the new maximum and sum, and the fact
 
 
 def prepare(q, k):
-    """Section 3: the query's codes and its step."""
+    """Section 3: q', the query's codes, and its step."""
     c = f32(f32(F(1, 8) * LOG2_E) * (k.tensor_scale or 1))
     q = [f32(x * c) for x in q]
     if k.rotated:
         q = rotate_back(q)
     a = max(abs(x) for x in q)
     if a < pow2(-60):
-        return [0] * len(q), F(0)
+        return q, [0] * len(q), F(0)
     inverse = f32(127 * rcp(a))
-    return [clamp(rhe(f32(x * inverse)), -127, 127) for x in q], f32(a * from_bits(0x3C010204))
+    return q, [clamp(rhe(f32(x * inverse)), -127, 127) for x in q], f32(a * from_bits(0x3C010204))
 
 
 def attend(case, k, v, q, sink):
@@ -287,7 +340,7 @@ def attend(case, k, v, q, sink):
     position = case["kv_len"] - (case["q_len"] or 1)
     kv_len = position + 1
     start = max(0, position - case["window"]) if case["window"] is not None else 0
-    q8, sigma = prepare(q, k)
+    q, q8, sigma = prepare(q, k)
     num_tiles = -(-kv_len // TILE)
     segments = []
     for first in range(0, num_tiles, SEGMENT):
@@ -296,10 +349,11 @@ def attend(case, k, v, q, sink):
             seen = range(max(start, tile * TILE), min(kv_len, (tile + 1) * TILE))
             if not seen:
                 continue
-            scores, unit = {t: score(k, q8, t, position) for t in seen}, sigma
+            scores, unit, start_of = {t: score(k, q8, t, position) for t in seen}, sigma, base(k, q, tile)
             if case["softcap"] or case["alibi"]:
-                scores, unit = {t: modify(f32(a * sigma), case, t, position) for t, a in scores.items()}, F(1)
-            points, m = weights(scores, unit)
+                scores = {t: f32(f32(a * sigma) + f32(start_of - BASE)) for t, a in scores.items()}
+                scores, unit, start_of = {t: modify(s, case, t, position) for t, s in scores.items()}, F(1), F(BASE)
+            points, m = weights(scores, unit, start_of)
             l = sum(units(n) for n in points.values()) * pow2(-24)
             state = fold(state, m, l, tile_value(v, points, position))
         segments.append(state)
@@ -355,7 +409,24 @@ CASES = [
     ("int8-plain", "int8-plain", 104, {"alibi": F(16), "window": 30, "v_halvings": (18, 0), "v_zero": (103, 104)}),
 ]
 
-OPTIONS = ("window", "softcap", "alibi", "sinks", "query", "q_len", "v_halvings", "v_zero")
+# Centres of K: sequences that end in the first tile, with it and behind it; keys with a bias and without; scores that count on the grid from a base far from
+# its middle, and from one beyond it; and modifiers, which need the scores of the keys themselves.
+CASES += [
+    (k, v, kv_len, {"centres": 1, **options})
+    for k, v, kv_len, options in [
+        ("int8", "int8", 333, {"bias": F(5)}),
+        ("int8", "int4", 64, {"bias": F(5), "q_len": 3}),
+        ("int4", "int4", 300, {"bias": F(7), "sinks": [F(40), F(-3)]}),
+        ("int4-r2", "int4-w0", 130, {}),
+        ("int4-w4", "int8", 66, {"bias": F(3), "softcap": 30, "alibi": F(1, 16)}),
+        ("int8", "int8-plain", 200, {"bias": F(5), "query": 2**6}),
+        ("int4", "int4", 200, {"bias": F(9), "query": 2**7, "window": 150}),
+        ("int8", "int4", 200, {"bias": F(9), "query": 2**9, "alibi": F(-1, 16)}),
+        ("int8", "int4", 200, {"bias": F(9), "query": -(2**9)}),
+    ]
+]
+
+OPTIONS = ("window", "softcap", "alibi", "sinks", "query", "q_len", "v_halvings", "v_zero", "bias", "centres")
 
 
 def said(case):
