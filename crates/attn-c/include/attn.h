@@ -158,6 +158,8 @@ typedef struct attn_cache_config {
   size_t layers;
   // Query heads of the steps to come, so that a number that no step can have is refused here; 0: not known yet.
   size_t q_heads;
+  // 1: each sequence's keys are stored without what they have in common, for int8, int8/int4 and int4; 0: as they are.
+  size_t centres;
 } attn_cache_config;
 
 // The state of a cache's pool, and what has become of the numbers in it.

@@ -5,7 +5,7 @@ use std::{
     sync::{Arc, Mutex},
 };
 
-use attn::{CacheConfig as Description, Heads, KvFormat, SequenceImage, Session};
+use attn::{CacheConfig as Description, Error, Heads, KvFormat, SequenceImage, Session};
 
 use crate::{
     arguments::{self, handle, list, list_mut, lock, optional, place, text},
@@ -43,6 +43,8 @@ pub struct CacheConfig {
     pub layers: usize,
     /// Query heads of the steps to come, so that a number that no step can have is refused here; 0: not known yet.
     pub q_heads: usize,
+    /// 1: each sequence's keys are stored without what they have in common, for int8, int8/int4 and int4; 0: as they are.
+    pub centres: usize,
 }
 
 /// attn_cache_stats.saturated of a cache whose numbers are not counted: rows in device memory were appended to it.
@@ -107,6 +109,11 @@ unsafe fn describe(given: &CacheConfig) -> Result<Description, Failure> {
     if given.max_q_len > 0 {
         builder = builder.max_q_len(given.max_q_len);
     }
+    builder = builder.centres(match given.centres {
+        0 => false,
+        1 => true,
+        other => return Err(Error::parameter("centres", other, "0, 1").into()),
+    });
     let scales = layers.saturating_mul(given.kv_heads);
     // SAFETY: this function's contract.
     let [k, v] = unsafe {

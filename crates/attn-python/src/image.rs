@@ -19,6 +19,8 @@ pub struct ImageHeader {
     page_bytes: usize,
     /// Bytes of the image ahead of the pages.
     header_bytes: usize,
+    /// Bytes of the centres of K behind the pages; 0 for the image of a cache without.
+    centres_bytes: usize,
 }
 
 /// Reads an image's header; refuses damaged bytes, by their checksum.
@@ -39,7 +41,8 @@ pub fn image_header(py: Python<'_>, image: &Bound<'_, PyBytes>) -> PyResult<Imag
         k_scales,
         v_scales,
         page_bytes: layout.page_bytes(),
-        header_bytes: bytes.len() - image.pages().len(),
+        header_bytes: bytes.len() - image.pages().len() - image.centres().len(),
+        centres_bytes: image.centres().len(),
     })
 }
 

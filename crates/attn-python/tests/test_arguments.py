@@ -211,6 +211,7 @@ CACHE = dict(
     max_q_len=(64, [COUNT]),
     k_scales=(None, [NUMBERS, NONE]),
     v_scales=(None, [NUMBERS, NONE]),
+    centres=(False, [FLAG]),
 )
 METHODS = {
     "append": dict(k=(X, [ROWS]), v=(X, [ROWS]), sequences=([0], [COUNT, COUNTS, NONE]), tokens=([1], [COUNTS, NONE])),

@@ -321,6 +321,37 @@ def test_a_cache_is_copied_whole_and_not_pickled(rng):
         copy.deepcopy(layers)
 
 
+@pytest.mark.parametrize("format", ["int8", "int8/int4", "int4"])
+def test_centres_take_a_bias_off_the_keys(rng, format):
+    """Kills options that do not reach the cache, and exports, images and dequantize that lose the centres."""
+    k, v, q = rows(rng, 300, 2, 64), rows(rng, 300, 2, 64), rows(rng, 2, 8, 64)
+    k[..., ::3] += 30
+    images, errors = [], []
+    for centres in (False, True):
+        cache = attn.Cache(format, heads=2, dim=64, max_tokens=512, sequences=2, centres=centres, device="cpu")
+        cache.append(k, v)
+        out, lse = cache.attend(q, return_lse=True)
+        exported = cache.export()
+        out_64, lse_64 = expected(q, *exported)
+        if centres:
+            # The query's byte meets small keys; without centres it meets the bias.
+            assert numpy.abs(out - out_64).max() < 3e-2 and numpy.abs(lse - lse_64).max() < 5e-2
+        errors.append(numpy.abs(exported[0] - k).mean())
+        images.append(cache.save())
+        assert images[-1].centres is centres
+        for a, b in zip(attn.dequantize(images[-1]), exported):
+            numpy.testing.assert_array_equal(a, b)
+        cache.restore(1, images[-1])
+        assert cache.save(1) == images[-1] == attn.SequenceImage(images[-1].data)
+        copied = copy.deepcopy(cache)
+        numpy.testing.assert_array_equal(copied.attend(q, sequences=[1]), out)
+    assert errors[1] * 4 < errors[0], errors
+    assert len(images[1].pages) == images[1].num_pages == len(images[0].pages)
+    with pytest.raises(attn.ShapeError):
+        cache.free(1)
+        cache.restore(1, images[0])
+
+
 def test_numbers_beyond_the_range_of_a_format_are_counted_and_told_once():
     ones = numpy.ones((3, 2, 64), "f")
     cache = attn.Cache("fp8/int8", heads=2, dim=64, max_tokens=64, layers=2, k_scales=[0.01, 1.0], device="cpu")
@@ -440,6 +471,8 @@ def test_refusals_change_nothing(rng, error, call):
         (attn.ParameterError, dict(format="int8-tensor", k_scales=[1.0] * 2)),
         (attn.ParameterError, dict(format="int8/fp8")),
         (attn.ShapeError, dict(format="int8/fp8", k_scales=[1.0] * 2)),
+        (attn.ParameterError, dict(format="bf16", centres=True)),
+        (attn.ParameterError, dict(format="int4-w0", centres=True)),
         (attn.UnsupportedError, dict(device="cuda:99")),
     ],
 )

@@ -39,6 +39,7 @@ pub fn config() -> CacheConfig {
         v_scales: ptr::null(),
         layers: 0,
         q_heads: 0,
+        centres: 0,
     }
 }
 

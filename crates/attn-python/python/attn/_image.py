@@ -86,15 +86,24 @@ class SequenceImage:
         return tuple(self._header["v_scales"]) or None
 
     @property
+    def centres(self) -> bool:
+        """Whether keys are stored without their centres, which follow the pages: that of a cache with `centres`."""
+        return self._header["centres_bytes"] > 0
+
+    @property
     def num_pages(self) -> int:
         """Pages of all layers."""
-        return (len(self.data) - self._header["header_bytes"]) // self._header["page_bytes"]
+        return (self._end_of_pages - self._header["header_bytes"]) // self._header["page_bytes"]
 
     @property
     def pages(self) -> Tuple[bytes, ...]:
         """The pages, copied: those of the first layer, then of the next; in each the sequence's pages in token order, then those of residuals."""
         size, first = self._header["page_bytes"], self._header["header_bytes"]
-        return tuple(self.data[at : at + size] for at in range(first, len(self.data), size))
+        return tuple(self.data[at : at + size] for at in range(first, self._end_of_pages, size))
+
+    @property
+    def _end_of_pages(self) -> int:
+        return len(self.data) - self._header["centres_bytes"]
 
     def __bytes__(self) -> bytes:
         return self.data

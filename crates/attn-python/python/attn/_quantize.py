@@ -42,6 +42,7 @@ def dequantize(image: SequenceImage) -> Tuple[Any, Any]:
         page_size=image.page_size,
         k_scales=image.k_scales,
         v_scales=image.v_scales,
+        centres=image.centres,
         device="cpu",
     )
     cache.restore(0, image)

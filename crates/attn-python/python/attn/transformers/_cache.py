@@ -38,6 +38,7 @@ class QuantizedCache(TransformersCache):
             promised by `"exact"` alone. As for `attn.Cache.attend`.
         k_scales, v_scales: static scales for `"fp8"` and `"int8-tensor"`, which need them: one number for all heads, or `[layers]` or `[layers, KV heads]`
             numbers.
+        centres: as for `attn.Cache`: store keys of `"int8"`, `"int8/int4"` and `"int4"` without what a sequence's have in common.
 
     Raises:
         UnsupportedError for models that it cannot serve; ParameterError.
@@ -53,6 +54,7 @@ class QuantizedCache(TransformersCache):
         arithmetic: str = "exact",
         k_scales: Scales = None,
         v_scales: Scales = None,
+        centres: bool = False,
     ) -> None:
         is_fast(arithmetic)
         decoder = config.get_text_config(decoder=True)
@@ -68,8 +70,8 @@ class QuantizedCache(TransformersCache):
         scales = _scales_of_layers(len(layers), k_scales=k_scales, v_scales=v_scales)
         # Refuses a format, page size or scales at once, not in the first pass.
         first = {name: x[:1] for name, x in scales[0].items()}
-        Cache(format, heads=1, dim=_dims(decoder)[0], max_tokens=0, pages=0, page_size=page_size, device="cpu", **first)
-        of_all: Dict[str, Any] = dict(max_tokens=max_tokens, page_size=page_size, arithmetic=arithmetic)
+        Cache(format, heads=1, dim=_dims(decoder)[0], max_tokens=0, pages=0, page_size=page_size, centres=centres, device="cpu", **first)
+        of_all: Dict[str, Any] = dict(max_tokens=max_tokens, page_size=page_size, arithmetic=arithmetic, centres=centres)
         quantized = {index: QuantizedLayer(format, window=window, scales=scales[index], **of_all) for index, window in windows.items()}
         super().__init__(layers=[quantized.get(index, layer) for index, layer in enumerate(layers)])
         self.format = format

@@ -42,11 +42,13 @@ class QuantizedLayer(CacheLayerMixin):
         arithmetic: str = "exact",
         window: Optional[int] = None,
         scales: Optional[Dict[str, List[float]]] = None,
+        centres: bool = False,
     ) -> None:
         self.is_initialized = False
         super().__init__()
         self.format, self.max_tokens, self.page_size, self.arithmetic = format, max_tokens, page_size, arithmetic
         self.window, self.is_sliding = window, window is not None
+        self.centres = centres
         # Static scales of a format that has them: `k_scales` and `v_scales`, a number for each head, or one for all.
         self._scales = scales or {}
         self.cache: Optional[Cache] = None
@@ -162,7 +164,7 @@ class QuantizedLayer(CacheLayerMixin):
     def _make(self, room: int, rows: int) -> None:
         """A cache of `room` tokens for each of `rows` rows, and in it the rows that there are."""
         self.check_rows(rows)
-        shape = dict(heads=self._heads, dim=self._dim, page_size=self.page_size, max_q_len=_PIECE, device=_device_name(self.device))
+        shape = dict(heads=self._heads, dim=self._dim, page_size=self.page_size, max_q_len=_PIECE, centres=self.centres, device=_device_name(self.device))
         shape.update({name: x if len(x) > 1 else x * self._heads for name, x in self._scales.items()})
         pages = rows * Cache(self.format, max_tokens=0, pages=0, **shape).pages_for(room)
         cache = Cache(self.format, max_tokens=0, pages=pages, sequences=rows, **shape)
