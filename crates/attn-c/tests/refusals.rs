@@ -95,7 +95,11 @@ fn descriptions_that_no_cache_has_are_refused() {
     let status = create(&|config| config.centres = 2);
     refused(status, Status::Parameter, "centres is 2; allowed: 0, 1");
     let status = create(&|config| (config.centres, config.format) = (1, text(c"bf16")));
-    refused(status, Status::Parameter, "centres of K is those of a cache of bf16");
+    refused(
+        status,
+        Status::Parameter,
+        "centres of K is those of a cache of bf16",
+    );
     let status = create(&|config| config.kv_heads = usize::MAX);
     refused(status, Status::Parameter, "num_kv_heads is ");
 }

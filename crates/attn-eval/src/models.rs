@@ -75,6 +75,9 @@ pub struct PerplexityArgs {
     /// Take centres off the keys of caches whose format allows it.
     #[arg(long)]
     centres: bool,
+    /// Give all keys a constant of this norm in the five slowest rotary pairs, as biases of K do; plain attention does not see it.
+    #[arg(long, default_value_t = 0.0, value_name = "NORM", value_parser = norm)]
+    k_bias: f32,
     /// Tokens of a piece; each begins with an empty cache.
     #[arg(long, default_value_t = 1024, value_parser = clap::value_parser!(u32).range(2..=1 << 20))]
     tokens: u32,
@@ -101,6 +104,13 @@ fn format(name: &str) -> Result<CacheFormat, String> {
             Err(error) => Err(format!("{error}; or f32")),
         },
     }
+}
+
+/// The norm of a constant: finite, and not so large that keys overflow.
+fn norm(given: &str) -> Result<f32, String> {
+    let norm = given.parse::<f32>().ok();
+    let norm = norm.filter(|norm| (0.0..=1e6).contains(norm));
+    norm.ok_or_else(|| "a number from 0 to 1000000".to_owned())
 }
 
 /// A model that is ready, and the backend of its attention.
@@ -363,6 +373,7 @@ pub fn perplexity(
         backend: Arc::clone(&ready.backend),
         formats: &formats,
         centres: args.centres,
+        k_bias: args.k_bias,
         chunk: args.model.chunk(),
     };
     let results = attn_llm::perplexity(&comparison, &pieces, &mut |done| {
@@ -381,7 +392,7 @@ pub fn perplexity(
     }
     let values: Vec<Value> = results.iter().map(fidelity_value).collect();
     console.value(&json!({
-        "device": ready.device, "products": products.to_string(), "tokens": args.tokens, "pieces": pieces.len(),
+        "device": ready.device, "products": products.to_string(), "tokens": args.tokens, "pieces": pieces.len(), "centres": args.centres, "k_bias": args.k_bias,
         "formats": values,
     }))?;
     if let Some(plot) = plot {

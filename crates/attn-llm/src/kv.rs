@@ -1,8 +1,10 @@
 //! Where the layers of a model keep K and V, and attend: pages of this library, or plain f32.
 
+mod biased;
 mod exact;
 mod paged;
 
+pub use biased::BiasedKv;
 pub use exact::ExactKv;
 pub use paged::PagedKv;
 

@@ -10,7 +10,7 @@ use rayon::prelude::*;
 
 use crate::{
     error::Error,
-    kv::{ExactKv, Kv, PagedKv},
+    kv::{BiasedKv, ExactKv, Kv, PagedKv},
     model::{Model, Piece, Wanted},
 };
 
@@ -55,6 +55,8 @@ pub struct Comparison<'a> {
     pub formats: &'a [Option<KvFormat>],
     /// Whether caches whose format allows it take centres off their keys ([`attn::centres`]).
     pub centres: bool,
+    /// The norm of a constant that keys get in slowly turning rotary pairs ([`BiasedKv`]); 0 for none.
+    pub k_bias: f32,
     /// Tokens computed at once.
     pub chunk: usize,
 }
@@ -237,7 +239,11 @@ fn caches(
             let centres = comparison.centres;
             let paged = PagedKv::new(backend, config, format, 1, tokens, chunk, centres)?;
             run.bytes_per_token = paged.bytes_per_token();
-            caches.push(Some(Box::new(paged)));
+            let paged = Box::new(paged);
+            caches.push(Some(match comparison.k_bias {
+                0.0 => paged,
+                norm => Box::new(BiasedKv::new(paged, config, norm)),
+            }));
             continue;
         }
         let exact = ExactKv::new(config, 1, tokens);

@@ -127,6 +127,30 @@ fn seeds_change_what_is_drawn() {
     assert_ne!(draw(1), draw(2));
 }
 
+/// Kills a bias that does not reach the keys, and an option of centres that does not reach the cache.
+#[test]
+fn centres_take_a_bias_off_the_keys() {
+    let (model, _) = model();
+    let tokens = text(200);
+    let kl = |centres, k_bias| {
+        let comparison = Comparison {
+            model: &model,
+            reference: None,
+            backend: backend(),
+            formats: &[Some(KvFormat::INT8)],
+            centres,
+            k_bias,
+            chunk: 64,
+        };
+        attn_llm::perplexity(&comparison, &[&tokens], &mut |_| ()).unwrap()[0].mean_kl
+    };
+    let (plain, biased, centred) = (kl(false, 0.0), kl(false, 300.0), kl(true, 300.0));
+    assert!(
+        biased > 10.0 * plain && centred < 2.0 * plain,
+        "{plain} {biased} {centred}"
+    );
+}
+
 #[test]
 fn perplexity_ranks_formats_by_their_errors() {
     let (model, _) = model();
@@ -140,6 +164,7 @@ fn perplexity_ranks_formats_by_their_errors() {
             backend: backend(),
             formats: &[&[None], &formats[..]].concat(),
             centres: false,
+            k_bias: 0.0,
             chunk,
         };
         attn_llm::perplexity(&comparison, &pieces, &mut |_| ()).unwrap()
