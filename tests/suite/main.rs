@@ -8,6 +8,7 @@ mod layers;
 mod accuracy;
 mod bounds;
 mod by_hand;
+mod centres;
 mod claims;
 mod errors;
 mod foreign;
