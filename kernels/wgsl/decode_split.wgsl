@@ -150,6 +150,15 @@ var tile_end = min((index + 1u) * $(4 / PER_SEGMENT)u, num_tiles);
 #end
 
 #if K_WINDOW + V_WINDOW > 0
+// The place of a token's residuals. Residual pages of the first tile have slots of their own; later ones take turns in a ring of slots behind them.
+fn residual_place(residuals_at: u32, head: u32, kv_len: u32, tile: u32, index: u32) -> TokenAddr {
+    let token = min(tile * 64u + index, kv_len - 1u);
+    let page = token / $(PS)u;
+    let slot = select($(FIRST_RESIDUAL_PAGES)u + (page & (params.residual_ring - 1u)), page, page < $(FIRST_RESIDUAL_PAGES)u);
+    let run = run_of(tables[residuals_at + slot], head);
+    return TokenAddr(run.buffer, run.at, token % $(PS)u);
+}
+
 // How many of the workgroup's rows, the first ones, read a tile with residuals: rows whose own tile is less than `window` tiles on, and all rows
 // in the sequence's first tile.
 fn fine_rows(tile: u32, window: u32, kv_len: u32, position_0: i32, row0: u32) -> u32 {

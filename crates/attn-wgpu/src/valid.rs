@@ -76,13 +76,24 @@ fn each_specialisation(mut each: impl FnMut(&str, &str)) {
                 continue;
             }
             let pools = 1 + rows / 4;
-            let key = AppendKey {
+            let mut key = AppendKey {
                 format,
                 head_dim,
                 page_size,
                 pools,
+                centres: false,
             };
-            each(&format!("append.wgsl for {key:?}"), &key.text().unwrap());
+            each(
+                &format!("append.wgsl for {key:?}"),
+                &key.text("append.wgsl").unwrap(),
+            );
+            key.centres = format.check_centres().is_ok();
+            for file in ["append.wgsl", "centre.wgsl"]
+                .iter()
+                .filter(|_| key.centres)
+            {
+                each(&format!("{file} for {key:?}"), &key.text(file).unwrap());
+            }
             let mut problem = Problem::new(
                 Heads {
                     q: rows,
