@@ -12,7 +12,7 @@ use wgpu::BufferUsages;
 use crate::{
     append::{self, AppendPipelines},
     arithmetic::{self, ArithmeticCheck},
-    error::{BACKEND, no_kernel},
+    error::BACKEND,
     gpu::{self, Gpu},
     import::ViewPages,
     launch::{KvTables, Prepared},
@@ -203,12 +203,7 @@ impl WgpuBackend {
             });
         }
         let (_, pool) = self.pages(layer.cache(), layer.index())?;
-        if pool.centres.is_some() {
-            return Err(no_kernel(
-                "a step over a cache with centres of K".to_owned(),
-                "caches without; attend this one on the CPU".to_owned(),
-            ));
-        }
+        pool.check_sequences(table.sequences.iter().copied())?;
         let [k_tensor_scales, v_tensor_scales] = layer.tensor_scales();
         let source = KvTables {
             layout: pool.decode_layout(),
@@ -242,6 +237,7 @@ impl WgpuBackend {
                 page_size: 64,
                 pools: 1,
                 view: true,
+                centres: false,
             },
             stored,
             pages_per_pool: u32::MAX,
@@ -425,6 +421,7 @@ impl DecodeAttention for WgpuBackend {
             page_size: 64,
             pools: 1,
             view: false,
+            centres: false,
         };
         let key = self.pipelines.key(&self.gpu, problem, layout);
         self.pipelines.decode(&self.gpu, &key)?;

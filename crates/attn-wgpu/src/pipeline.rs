@@ -46,6 +46,7 @@ pub(crate) fn compile(
         // SAFETY: without bounds checks an index past a binding is undefined. Of what the kernels index by, release builds check
         // - the pages of a step: `launch::KvTables::check` compares those from the first tile on that any row sees, where workgroups begin
         //   (`find_work` of decode_split.wgsl), with the pool's count, and their number with kv_len;
+        // - the sequences of a step over centres of K: `Pool::check_sequences`;
         // - the pages, residual pages, tokens, sources and sequences of an append: `append::check`; those of first tiles: `append::check_tiles`;
         // - a view's offsets and strides: `view.rs` computes the end of the last row in checked arithmetic;
         // - callers' buffers (k and v of an append, a view's, q, out, lse): as many bytes as the kernels reach are bound (`first`), which

@@ -38,7 +38,7 @@ pub(crate) struct Pool {
 
 /// Centres of K in one layer, `[num_sequences, num_kv_heads, 2, head_dim]` in bf16.
 pub(crate) struct Centres {
-    buffer: wgpu::Buffer,
+    pub buffer: wgpu::Buffer,
     num_sequences: usize,
     /// Bytes of one sequence, a multiple of 4.
     bytes: u64,
@@ -215,6 +215,7 @@ impl Pool {
             page_size: self.layout.page_size(),
             pools: self.buffers.len(),
             view: false,
+            centres: self.centres.is_some(),
         }
     }
 

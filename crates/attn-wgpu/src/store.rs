@@ -73,9 +73,15 @@ impl DevicePages {
     }
 
     /// The buffers that a layer's pages lie in: the same number in each, `[page][kv_head][run]` of FORMATS.md; none for a layer that the cache does not
-    /// have.
+    /// have. Keys of a cache with centres of K lack those of [`DevicePages::centres`].
     pub fn buffers(&self, layer: usize) -> &[wgpu::Buffer] {
         self.pool(layer).map_or(&[], |pool| &pool.buffers)
+    }
+
+    /// The buffer of a layer's centres of K, `[num_sequences, num_kv_heads, 2, head_dim]` in bf16; none for a cache without.
+    pub fn centres(&self, layer: usize) -> Option<&wgpu::Buffer> {
+        let centres = self.pool(layer)?.centres.as_ref()?;
+        Some(&centres.buffer)
     }
 
     pub(crate) fn pool(&self, layer: usize) -> Option<&Pool> {

@@ -1,11 +1,13 @@
 //! Caches with centres of K: pages, centres and answers have the reference's bits, however the tokens come.
 
 use attn_conformance::{noise, trials::Trials};
-use attn_core::{Append, CacheConfig, DecodeAttention, Heads, KvCache, KvFormat};
+use attn_core::{
+    Append, CacheConfig, DecodeAttention, DecodeStep, Heads, KvCache, KvFormat, KvSource, Problem,
+};
 use attn_cpu::Reference;
-use attn_wgpu::WgpuBackend;
+use attn_wgpu::{Tuning, WgpuBackend, wgpu};
 
-use super::native::upload;
+use super::native::{buffer, download, upload};
 
 /// The same tokens in a cache of the reference, and in one of the device.
 struct Caches<'a> {
@@ -74,6 +76,63 @@ impl<'a> Caches<'a> {
     fn both(&mut self, change: impl Fn(&mut KvCache)) {
         change(&mut self.theirs);
         change(&mut self.ours);
+    }
+
+    /// Queries along what the keys have in common, against it, and across it.
+    fn queries(&self, problem: &Problem, strength: f32) -> Vec<f32> {
+        let (dim, group) = (problem.head_dim, problem.heads_per_kv());
+        let query = |i: usize| {
+            let head = i / dim % problem.num_q_heads;
+            let along = noise::at(7, head / group * dim + i % dim);
+            let sign = [1.0, -1.0, 0.0][i / dim % 3];
+            strength * sign * along + noise::at(self.seed + 5, i)
+        };
+        (0..problem.elements()).map(query).collect()
+    }
+
+    /// Attends some sequences, in their order, on a backend: all bits of out and lse.
+    fn answer(
+        backend: &dyn DecodeAttention,
+        cache: &KvCache,
+        (problem, sequences): (&Problem, &[usize]),
+        q: &[f32],
+    ) -> Vec<u32> {
+        let plan = backend.plan(problem, cache.config().format).unwrap();
+        let chosen = cache.sequences(sequences).unwrap();
+        let (mut out, mut lse) = (vec![0.0; q.len()], vec![0.0; problem.rows()]);
+        let mut step = DecodeStep::new(&plan, q, KvSource::Sequences(&chosen), &mut out)
+            .and_then(|step| step.with_lse(&mut lse))
+            .unwrap();
+        backend.decode(&mut step).unwrap();
+        out.iter().chain(&lse).map(|x| x.to_bits()).collect()
+    }
+
+    /// Attends some sequences on both backends.
+    fn check_step(
+        &self,
+        sequences: &[usize],
+        strength: f32,
+        change: impl Fn(Problem) -> Problem,
+        what: &str,
+    ) {
+        let config = self.theirs.config();
+        let heads = Heads {
+            q: config.num_q_heads,
+            kv: config.num_kv_heads,
+            dim: config.head_dim,
+        };
+        let lens = sequences.iter().map(|s| self.theirs.table().lens[*s]);
+        let problem = change(Problem::new(heads, lens.collect::<Vec<_>>()));
+        let q = self.queries(&problem, strength);
+        let want = Self::answer(&Reference::new(), &self.theirs, (&problem, sequences), &q);
+        let got = Self::answer(self.backend, &self.ours, (&problem, sequences), &q);
+        let differing = want.iter().zip(&got).filter(|(a, b)| a != b).count();
+        assert!(
+            differing == 0,
+            "{}, {what}: {differing} of {} numbers differ",
+            config.format,
+            want.len()
+        );
     }
 
     fn check_images(&self, what: &str) {
@@ -186,6 +245,114 @@ fn layers_have_centres_of_their_own(backend: &WgpuBackend) {
     assert!(caches.ours.image(3).unwrap().as_bytes() == image.as_bytes());
 }
 
+/// Kills G of another centre, sequence, head or row, queries that are not rounded or not rotated, sums in another order of large terms, and G in place of g.
+fn answers_have_the_references_bits(backend: &WgpuBackend) {
+    for (i, (format, dim, page_size)) in SHAPES.into_iter().enumerate() {
+        let mut config = config(format, dim, page_size, 4);
+        config.max_q_len = 80;
+        let mut caches = Caches::new(backend, &config);
+        caches.seed = 500 + 1000 * i as u64;
+        caches.append(&[(0, 1), (1, 64), (2, 65), (3, 333)], false);
+        // Another order than the cache's, and one sequence twice.
+        caches.check_step(&[3, 0, 2, 1, 3], 1.0, |p| p, "decode");
+        let modified = |p: Problem| p.softcap(30.0).alibi_slopes([0.5, 0.1, 0.02, 1.0]);
+        caches.check_step(&[2, 3], 2.0, modified, "modifiers");
+        caches.append(&[(0, 70), (2, 80)], false);
+        let prompt = |p: Problem| p.q_len(70).sinks([0.5, -3.0, 8.0, 0.0]);
+        caches.check_step(&[2, 0], 1.0, prompt, "a prompt across token 64");
+        let windowed = |p: Problem| p.q_len(3).window_left(50);
+        caches.check_step(&[0, 2], 1.0, windowed, "a window without the first tile");
+    }
+}
+
+/// Scores of centres beyond the grid, of either sign: rows whose tokens are as far, and rows among whose tokens are some that lack nothing of the centre, so that
+/// their scores are on the grid and its base is not.
+///
+/// Kills a far path from 196608 in place of g, sums that contract there, and sums on the grid of a rounded product.
+fn centres_beyond_the_grid_have_the_references_bits(backend: &WgpuBackend) {
+    for (format, dim, page_size) in [SHAPES[0], SHAPES[2], SHAPES[5]] {
+        let mut caches = Caches::new(backend, &config(format, dim, page_size, 6));
+        caches.common = 3000.0 / (dim as f32 / 3.0).sqrt();
+        caches.append(&[(0, 300), (1, 64), (2, 130)], false);
+        for strength in [20.0, 25.0, 60.0, 3e4, 1e9] {
+            let what = format!("strength {strength}");
+            caches.check_step(&[2, 0, 1], strength, |p| p.q_len(2), &what);
+        }
+        let modified = |p: Problem| p.softcap(1000.0);
+        caches.check_step(&[2, 0], 60.0, modified, "far, with a soft cap");
+        let sloped = |p: Problem| p.alibi_slopes([1.0, 0.5, 0.25, 2.0, 4.0, 100.0]);
+        caches.check_step(&[2, 0], 60.0, sloped, "far, with slopes");
+    }
+}
+
+/// Kills centres that a fork lacks, or has of the sequence that it was.
+fn forks_and_cut_sequences_are_attended_with_their_centres(backend: &WgpuBackend) {
+    for format in ["int8", "int4"] {
+        let mut caches = Caches::new(backend, &config(format, 64, 64, 4));
+        caches.append(&[(0, 150), (1, 40), (2, 9)], false);
+        caches.both(|cache| cache.fork(0, 3).unwrap());
+        caches.both(|cache| cache.truncate(1, 20).unwrap());
+        caches.append(&[(3, 1), (1, 90)], false);
+        caches.check_step(&[3, 1, 0], 2.0, |p| p, "after a fork and a cut");
+        caches.both(|cache| cache.free_sequence(0).unwrap());
+        caches.append(&[(0, 70)], false);
+        caches.check_step(&[0, 1, 2, 3], 2.0, |p| p, "a sequence in place of another");
+    }
+}
+
+fn tunings_change_no_bits_of_rows_with_centres(backend: &WgpuBackend) {
+    let mut config = config("int8/int4", 64, 64, 8);
+    config.max_q_len = 8;
+    let mut tuning = Tuning::default();
+    for (by_tiles, rows) in [(true, 8), (false, 4), (false, 1)] {
+        (tuning.by_tiles, tuning.rows) = (Some(by_tiles), Some(rows));
+        let tuned = backend.tuned(tuning);
+        let mut caches = Caches::new(&tuned, &config);
+        caches.append(&[(0, 30), (1, 300), (2, 64)], false);
+        let what = format!("{rows} rows");
+        caches.check_step(&[1, 2, 0], 3.0, |p| p.q_len(3), &what);
+    }
+}
+
+/// Tokens, centres and a step in one encoder: the step sees centres that the encoder makes.
+fn a_recorded_step_sees_recorded_centres(backend: &WgpuBackend) {
+    let config = config("int4", 64, 64, 4);
+    let mut caches = Caches::new(backend, &config);
+    caches.append(&[(0, 60), (1, 3), (2, 1), (3, 1)], false);
+    let appends = [Append {
+        sequence: 0,
+        tokens: 30,
+    }];
+    let [k, v] = caches.tokens(30);
+    caches.theirs.append_batch(&appends, &k, &v).unwrap();
+    let heads = Heads {
+        q: 4,
+        kv: 2,
+        dim: 64,
+    };
+    let problem = Problem::new(heads, caches.theirs.table().lens.clone());
+    let q = caches.queries(&problem, 2.0);
+    let [k, v, queries] = [&k, &v, &q].map(|x| upload(backend, x));
+    let usage = wgpu::BufferUsages::STORAGE | wgpu::BufferUsages::COPY_SRC;
+    let out = buffer(backend, 4 * q.len() as u64, usage);
+    let lse = buffer(backend, 4 * problem.rows() as u64, usage);
+    let mut encoder = backend
+        .wgpu_device()
+        .create_command_encoder(&Default::default());
+    backend
+        .record_append(&mut encoder, &mut caches.ours, &appends, &k, &v)
+        .unwrap();
+    let prepared = backend.prepare(&problem, &caches.ours).unwrap();
+    backend
+        .record(&mut encoder, &prepared, &queries, &out, &lse)
+        .unwrap();
+    backend.wgpu_queue().submit([encoder.finish()]);
+    let of_theirs = (&problem, &[0, 1, 2, 3][..]);
+    let want = Caches::answer(&Reference::new(), &caches.theirs, of_theirs, &q);
+    let got = [download(backend, &out), download(backend, &lse)].concat();
+    assert!(want == got);
+}
+
 /// Adds the tests of this file.
 pub fn add(trials: Trials<WgpuBackend>) -> Trials<WgpuBackend> {
     trials
@@ -200,5 +367,25 @@ pub fn add(trials: Trials<WgpuBackend>) -> Trials<WgpuBackend> {
         .test(
             "centres: layers have centres of their own",
             layers_have_centres_of_their_own,
+        )
+        .test(
+            "centres: answers have the references bits",
+            answers_have_the_references_bits,
+        )
+        .test(
+            "centres: centres beyond the grid have the references bits",
+            centres_beyond_the_grid_have_the_references_bits,
+        )
+        .test(
+            "centres: forks and cut sequences are attended with their centres",
+            forks_and_cut_sequences_are_attended_with_their_centres,
+        )
+        .test(
+            "centres: tunings change no bits of rows with centres",
+            tunings_change_no_bits_of_rows_with_centres,
+        )
+        .test(
+            "centres: a recorded step sees recorded centres",
+            a_recorded_step_sees_recorded_centres,
         )
 }
