@@ -353,6 +353,22 @@ fn a_recorded_step_sees_recorded_centres(backend: &WgpuBackend) {
     assert!(want == got);
 }
 
+/// Centres that no kernel could bind are refused before anything is allocated, and sequences cannot be added to a cache that keeps some.
+fn centres_beyond_a_binding_are_refused(backend: &WgpuBackend) {
+    let mut many = config("int8", 256, 64, 2);
+    (many.num_sequences, many.num_pages) = (1 << 24, 1);
+    let refused = backend.create_cache(&many).err().unwrap().to_string();
+    assert!(
+        refused.contains("centres of K of 16777216 sequences"),
+        "{refused}"
+    );
+    assert!(refused.contains("fewer sequences"), "{refused}");
+    let mut cache = backend.create_cache(&config("int8", 64, 64, 2)).unwrap();
+    let refused = cache.add_sequences(1).unwrap_err().to_string();
+    assert!(refused.contains("sequences to add"), "{refused}");
+    assert_eq!(cache.table().lens.len(), 4);
+}
+
 /// Adds the tests of this file.
 pub fn add(trials: Trials<WgpuBackend>) -> Trials<WgpuBackend> {
     trials
@@ -383,6 +399,10 @@ pub fn add(trials: Trials<WgpuBackend>) -> Trials<WgpuBackend> {
         .test(
             "centres: tunings change no bits of rows with centres",
             tunings_change_no_bits_of_rows_with_centres,
+        )
+        .test(
+            "centres: centres beyond a binding are refused",
+            centres_beyond_a_binding_are_refused,
         )
         .test(
             "centres: a recorded step sees recorded centres",
