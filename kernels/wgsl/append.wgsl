@@ -2,8 +2,8 @@
 //
 // Grid       (grid_x of jobs * num_kv_heads, the rest, {K, V}); a job is the new tokens of one page, so tokens that share bytes share a workgroup.
 // Reads      k, v f32 [tokens, num_kv_heads, head_dim] as bits; all finite.
-// Writes     pool [page][kv_head][run], words that hold bytes of other tokens included.
-// Numerics   integers alone (quantize.wgsl), except the sums of rotations, and x - shift of int4.
+// Writes     pool [page][kv_head][run], words that hold bytes of other tokens included; first centres of K, by jobs whose token makes one.
+// Numerics   integers alone (quantize.wgsl), except the sums of rotations, x - centre of K, and x - shift of int4.
 // Shared     extremes, parameters and rotated rows of a chunk of tokens.
 // Host       kernels/src/wgsl/append.rs chooses the constants, crates/attn-wgpu/src/append.rs the jobs.
 #let WRITES = 1
@@ -15,6 +15,9 @@
 @group(0) @binding(1) var<storage, read> jobs: array<u32>;
 @group(0) @binding(2) var<storage, read> source_0: array<u32>;
 @group(0) @binding(3) var<storage, read> source_1: array<u32>;
+#if CENTRES
+@group(0) @binding($(4 + POOLS)) var<storage, read_write> centres: array<u32>;      // [sequence][kv_head][first, second][head_dim] in bf16
+#end
 #include "arithmetic.wgsl"
 #include "pages.wgsl"
 #include "quantize.wgsl"
@@ -28,6 +31,11 @@ struct Job {
     // The page of the residuals, if they are kept.
     residual_page: u32,
     has_residuals: bool,
+#if CENTRES
+    // What its tokens' keys lack: the sequence's first centre (2 * sequence) or its second one, and whether the job's only token makes it.
+    centre: u32,
+    makes_centre: bool,
+#end
 }
 
 #let ROTATES = K_STRIDES + V_STRIDES > 0
@@ -55,6 +63,28 @@ fn rotate_rows(count: u32, strides: u32, factor: f32, tid: u32) {
     workgroupBarrier();
     for (var i = tid; i < count * $(D)u; i += $(THREADS)u) {
         rows[i] = rows[i] * factor;
+    }
+    workgroupBarrier();
+}
+#end
+
+#if CENTRES
+// Takes the centre off the chunk's rotated rows of K.
+fn centre_rows(job: Job, head: u32, tid: u32) {
+    let centre = (((job.centre >> 1u) * params.num_kv_heads + head) * 2u + (job.centre & 1u)) * $(D / 2)u;
+    for (var i = tid; i < (job.end - job.first) * $(D / 2)u; i += $(THREADS)u) {
+        let at = centre + i % $(D / 2)u;
+        let low = rows[2u * i];
+        let high = rows[2u * i + 1u];
+        var pair = 0u;
+        if job.makes_centre {
+            pair = centre_of(bitcast<u32>(low)) | (centre_of(bitcast<u32>(high)) << 16u);
+            centres[at] = pair;
+        } else {
+            pair = centres[at];
+        }
+        rows[2u * i] = low - bitcast<f32>(pair << 16u);
+        rows[2u * i + 1u] = high - bitcast<f32>(pair & 0xFFFF0000u);
     }
     workgroupBarrier();
 }
@@ -283,6 +313,9 @@ fn append_chunks_$(SIDE)(job: Job, head: u32, tid: u32) {
         }
         rotate_rows(chunk.end - first, $(STRIDES)u, exp2i(-$(STRIDES / 2)), tid);
 #end
+#if CENTRES && SIDE == 0
+        centre_rows(chunk, head, tid);
+#end
         append_$(SIDE)(chunk, head, tid);
         // The next chunk reads words that this one wrote.
         storageBarrier();
@@ -303,7 +336,11 @@ fn append(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation
     }
     let head = linear % params.num_kv_heads;
     let at = linear / params.num_kv_heads * 8u;
+#if CENTRES
+    let job = Job(jobs[at], jobs[at + 1u], jobs[at + 2u], jobs[at + 3u], jobs[at + 4u], jobs[at + 5u] != 0u, jobs[at + 6u], jobs[at + 7u] != 0u);
+#else
     let job = Job(jobs[at], jobs[at + 1u], jobs[at + 2u], jobs[at + 3u], jobs[at + 4u], jobs[at + 5u] != 0u);
+#end
     if workgroup.z == 0u {
         append_chunks_0(job, head, tid);
     } else {

@@ -6,6 +6,7 @@
 //
 // WGSL also lets a compiler contract a product and a sum (NVIDIA's does), which changes a product that rounds: `product` prevents it.
 // Products with powers of two, and of small integers, are exact: they stay plain. So do those of the weights on the grid, which have a margin.
+// Mesa's compiler adds a constant to the first part of a sum that it sees: `hidden` keeps it to the sum.
 
 const ROUND: f32 = 12582912.0;          // adding it rounds |x| <= 2^22 to an integer, half to even
 const ROUND_BITS: i32 = 0x4B400000;
@@ -18,13 +19,17 @@ fn hidden(x: f32) -> f32 {
     return bitcast<f32>(bitcast<u32>(x) ^ params.zero);
 }
 
+fn hidden4(x: vec4<f32>) -> vec4<f32> {
+    return bitcast<vec4<f32>>(bitcast<vec4<u32>>(x) ^ vec4<u32>(params.zero));
+}
+
 // x * y, rounded, and no part of a sum.
 fn product(x: f32, y: f32) -> f32 {
     return hidden(x * y);
 }
 
 fn product4(x: vec4<f32>, y: f32) -> vec4<f32> {
-    return bitcast<vec4<f32>>(bitcast<vec4<u32>>(x * y) ^ vec4<u32>(params.zero));
+    return hidden4(x * y);
 }
 
 // 2^k for -126 <= k <= 127.
@@ -53,6 +58,10 @@ const SCORE_BASE: f32 = 196608.0;
 const SCORE_BASE_BITS: u32 = 0x48400000u;
 const NEAR_START_BITS: u32 = 0x48002000u;
 const NEAR_BITS: u32 = 0x007FE000u;
+// 2^17, from where to 2^18 the step of f32 is the grid's.
+const GRID_START: f32 = 131072.0;
+const GRID_START_BITS: u32 = 0x48000000u;
+const GRID_BITS: u32 = 0x00800000u;
 
 // The bits of a score's sum with SCORE_BASE; scores below the grid share its first point.
 fn grid_bits(s: f32) -> u32 {
@@ -68,11 +77,16 @@ fn is_tie(s: f32) -> bool {
 // What the bits of s = a * sigma lack for the next number on the product's side, 1 or -1; 0 if the product is s. By the low bits of the product of
 // the 24-bit numbers: s is within half a unit of its 24.
 fn tie_step(a: f32, sigma: f32, s: f32) -> i32 {
+    return sign(product_units(a, sigma, s));
+}
+
+// The difference itself, in the last units of the product.
+fn product_units(a: f32, sigma: f32, s: f32) -> i32 {
     let bits = vec3<u32>(bitcast<u32>(a), bitcast<u32>(sigma), bitcast<u32>(s));
     let numbers = (bits & vec3<u32>(0x007FFFFFu)) | vec3<u32>(0x00800000u);
     let exponents = (bits >> vec3<u32>(23u)) & vec3<u32>(255u);
     let shift = (exponents.z - exponents.x - exponents.y + 150u) & 31u;
-    return sign(bitcast<i32>(numbers.x * numbers.y - (numbers.z << shift)));
+    return bitcast<i32>(numbers.x * numbers.y - (numbers.z << shift));
 }
 
 // A score as an integer, of which a row's largest is enough to know: the bits of its sum with SCORE_BASE if the grid has it, else the score's order key,
@@ -110,7 +124,79 @@ fn weight_point(s: f32, step: i32, key: u32) -> i32 {
         y = grid_bits(bitcast<f32>(bitcast<i32>(s) - step) - far_ceil(key));
         top = SCORE_BASE_BITS;
     }
+    return point_below(y, top);
+}
+
+// The point of a score on the grid, y, in a row whose largest one's ceiling is `top`.
+const LEAST_POINT: i32 = -8064;
+
+fn point_below(y: u32, top: u32) -> i32 {
     return max(bitcast<i32>(y - top), -7680) - 384;
+}
+
+// Scores of tokens whose keys lack a centre (section 12): `a` is what the row's step multiplies, `base` is G. All of a row's scores in a tile grow with a,
+// so that the largest a is enough to know of the row.
+
+// fl(fl(a * sigma) + g).
+fn far_score(a: f32, sigma: f32, base: f32) -> f32 {
+    return hidden(product(a, sigma) + hidden(base - SCORE_BASE));
+}
+
+// The sum of two numbers, and what it lacks.
+fn two_sum(x: f32, y: f32) -> vec2<f32> {
+    let sum = hidden(x + y);
+    let of_y = hidden(sum - x);
+    return vec2<f32>(sum, hidden(x - hidden(sum - of_y)) + hidden(y - of_y));
+}
+
+// What s = fl(a * sigma) lacks: an integer of 24 bits, as in tie_step, times a power of two.
+fn product_rest(a: f32, sigma: f32, s: f32) -> f32 {
+    let bits = vec3<u32>(bitcast<u32>(a), bitcast<u32>(sigma), bitcast<u32>(s));
+    let exponents = (bits >> vec3<u32>(23u)) & vec3<u32>(255u);
+    let rest = f32(product_units(a, sigma, s)) * exp2i(max(i32(exponents.x + exponents.y) - 300, -126));
+    return select(select(rest, -rest, s < 0.0), 0.0, s == 0.0);
+}
+
+// fma(a, sigma, base) of numbers far above the least normal ones: the parts of the exact sum, of which the last two are added with their lowest bit
+// set where they are not exact (Boldo and Melquiond's rounding to odd), so that the last sum rounds as if it were the only one.
+fn exact_fma(a: f32, sigma: f32, base: f32) -> f32 {
+    let s = product(a, sigma);
+    let low = two_sum(base, product_rest(a, sigma, s));
+    let high = two_sum(s, low.x);
+    let rest = two_sum(low.y, high.y);
+    let step = select(-1, 1, (rest.y > 0.0) == (rest.x > 0.0));
+    let is_even = (bitcast<u32>(rest.x) & 1u) == 0u;
+    return high.x + bitcast<f32>(bitcast<i32>(rest.x) + select(0, step, is_even && rest.y != 0.0));
+}
+
+// y as bits; scores below the grid share its first point, and those above it have bits beyond it.
+fn based_bits(a: f32, sigma: f32, base: f32) -> u32 {
+    // Where base is no point of the grid, whose step is larger or smaller there.
+    if bitcast<u32>(base) - GRID_START_BITS > GRID_BITS {
+        return bitcast<u32>(max(exact_fma(a, sigma, base), GRID_START));
+    }
+    // Elsewhere the sum of the rounded product is that of the product, but for a middle between two points.
+    var s = product(a, sigma);
+    let points = min(abs(s), GRID_START) * 64.0;
+    if points - floor(points) == 0.5 {
+        s = bitcast<f32>(bitcast<i32>(s) + tie_step(a, sigma, s));
+    }
+    return bitcast<u32>(max(s, GRID_START - base) + base);
+}
+
+// The point of a score in a row whose largest is `top`.
+fn based_point(a: f32, sigma: f32, base: f32, top: f32) -> i32 {
+    let largest = based_bits(top, sigma, base);
+    if is_near(largest) {
+        return point_below(based_bits(a, sigma, base), grid_ceil(largest));
+    }
+    return point_below(grid_bits(far_score(a, sigma, base) - ceil(far_score(top, sigma, base))), SCORE_BASE_BITS);
+}
+
+// The exponent of a row's tile, by its largest score.
+fn based_exponent(top: f32, sigma: f32, base: f32) -> f32 {
+    let largest = based_bits(top, sigma, base);
+    return select(ceil(far_score(top, sigma, base)), bitcast<f32>(grid_ceil(largest)) - SCORE_BASE, is_near(largest)) + 6.0;
 }
 
 // 2^(point/64) for -8064 <= point < 8192 to 1.3e-7, powers of two exact. The margin of section 5 is larger, so that a product and a sum may contract.

@@ -59,6 +59,9 @@ fn check_arithmetic(@builtin(global_invocation_id) id: vec3<u32>) {
         case 26u: { v = f32(scale_point(x)); }
         case 27u: { v = weight_step(point_value(i32(x)), select(COARSE_STEP, FINE_STEP, y == 2.0)); }
         case 28u: { v = step_inverse(weight_step(point_value(i32(x)), select(COARSE_STEP, FINE_STEP, y == 2.0))); }
+        case 29u: { v = bitcast<f32>(min(based_bits(x, y, z), GRID_START_BITS + GRID_BITS)); }
+        case 30u: { v = based_exponent(x, y, z); }
+        case 31u: { v = far_score(x, y, z); }
         default: {
             // Of a weight and a scale whose points add up to x.
             let scale = (i32(x) * 7) & 63;

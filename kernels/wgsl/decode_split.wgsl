@@ -4,7 +4,7 @@
 // Round      a tile of 64 tokens: a lane has one token for the scores, every 64th dim (or pair of dims) for the values; the state folds at once.
 // Ahead      V of a tile is loaded before its scores, the next tile's page before that tile. K is not: it would take registers, and with
 //            them occupancy.
-// Reads      q f32 [query tokens, num_q_heads, head_dim]; pages as in FORMATS.md, each byte once per row block.
+// Reads      q f32 [query tokens, num_q_heads, head_dim]; pages as in FORMATS.md, each byte once per row block; centres of K.
 // Writes     partials [split][kv_head][row_block][row][head_dim], and (m, l) of each row behind them.
 // Numerics   docs/arithmetic.md; the integer arithmetic bit for bit.
 // Shared     q in bytes and one tile's weights; their size limits how many workgroups run at once.
@@ -15,8 +15,12 @@
 #let K_INTEGER = K < F16
 #let V_INTEGER = V < F16
 #let INTEGER = K_INTEGER && V_INTEGER
+// Whether scores are counted as they come from the products, without soft cap and ALiBi.
+#let PLAIN = INTEGER && !SOFTCAP && !ALIBI
 // Whether a score may lie in the middle between two points of the grid while its product with the row's step does not.
-#let TIES = INTEGER && !SOFTCAP && !ALIBI
+#let TIES = PLAIN && !CENTRES
+// Whether a row's scores count from what its query has with a centre of K: until the weights they are what the row's step multiplies.
+#let BASED = PLAIN && CENTRES
 // Whether a tile lies inside one page.
 #let PAGED = PS >= 64 && !VIEW
 // Rows whose steps overlap.
@@ -40,16 +44,22 @@
 
 // The tables: for each split {query block, its index there, tokens that the block may see, places of the sequence's pages and of its residual pages in
 // the tables, the block's first query token, how many they are, how many of the sequence come after them (0 if causal)}; for each query block
-// {first split, splits, first query token, how many they are, 4 unused}; the pages of each sequence (or its rows, view.wgsl); the slots of each one's residual
+// {first split, splits, first query token, how many they are, the cache's sequence, 3 unused}; the pages of each sequence (or its rows, view.wgsl); the slots of each one's residual
 // pages (residual_place in pages.wgsl); scales, slopes and sinks.
 @group(0) @binding(0) var<uniform> params: Params;
 @group(0) @binding(1) var<storage, read> tables: array<u32>;
 @group(0) @binding(2) var<storage, read> q: array<vec4<f32>>;
 @group(0) @binding(3) var<storage, read_write> partials: array<f32>;
+#if CENTRES
+@group(0) @binding($(4 + POOLS)) var<storage, read> centres: array<vec2<u32>>;       // [sequence][kv_head][first, second][head_dim] in bf16
+#end
 
 #if K_INTEGER
 var<workgroup> query_bytes: array<vec4<u32>, $(R * UNITS)>;          // (row, unit)
 var<workgroup> row_step: array<f32, $(R)>;                           // sigma
+#if CENTRES
+var<workgroup> row_base: array<f32, $(2 * R)>;                       // (first or second centre, row): G
+#end
 #else
 var<workgroup> queries: array<vec4<f32>, $(R * UNITS * 4)>;          // (row, 4 dims)
 #end
@@ -81,6 +91,13 @@ var<workgroup> fold_beta: array<f32, $(R)>;                          // -1: noth
 #include "reduce.wgsl"
 
 #include "arithmetic.wgsl"
+#if CENTRES
+// G of row r in a tile.
+fn base_of(tile: u32, r: u32) -> f32 {
+    return row_base[select($(R)u, 0u, tile == 0u) + r];
+}
+
+#end
 #if VIEW
 #include "view.wgsl"
 #else
@@ -93,7 +110,7 @@ var<workgroup> fold_beta: array<f32, $(R)>;                          // -1: noth
 #include "fold.wgsl"
 
 // The workgroup's split and rows, the tokens that each row sees, and the tiles of the split that any row sees.
-#def find_work(): workgroup, lane -> split, head, row0, first_query, num_queries, position_0, kv_len, pages_at, residuals_at, last, num_rows, num_pairs, tile, tile_end
+#def find_work(): workgroup, lane -> split, head, row0, first_query, num_queries, position_0, kv_len, pages_at, residuals_at, last, num_rows, num_pairs, tile, tile_end, sequence
 let split = workgroup.x + workgroup.z * params.grid_x;
 if split >= params.num_splits {
     return;
@@ -107,6 +124,9 @@ let residuals_at = tables[params.splits_at + 8u * split + 4u];
 let first_query = tables[params.splits_at + 8u * split + 5u];
 let num_queries = tables[params.splits_at + 8u * split + 6u];
 let position_0 = i32(kv_len) - i32(tables[params.splits_at + 8u * split + 7u]) - i32(num_queries);
+#if CENTRES
+let sequence = tables[params.blocks_at + 8u * tables[params.splits_at + 8u * split] + 4u];
+#end
 let rows = params.heads_per_kv * num_queries;
 if row0 >= rows {
     return;
@@ -150,6 +170,15 @@ var tile_end = min((index + 1u) * $(4 / PER_SEGMENT)u, num_tiles);
 #end
 
 #if K_WINDOW + V_WINDOW > 0
+// The place of a token's residuals. Residual pages of the first tile have slots of their own; later ones take turns in a ring of slots behind them.
+fn residual_place(residuals_at: u32, head: u32, kv_len: u32, tile: u32, index: u32) -> TokenAddr {
+    let token = min(tile * 64u + index, kv_len - 1u);
+    let page = token / $(PS)u;
+    let slot = select($(FIRST_RESIDUAL_PAGES)u + (page & (params.residual_ring - 1u)), page, page < $(FIRST_RESIDUAL_PAGES)u);
+    let run = run_of(tables[residuals_at + slot], head);
+    return TokenAddr(run.buffer, run.at, token % $(PS)u);
+}
+
 // How many of the workgroup's rows, the first ones, read a tile with residuals: rows whose own tile is less than `window` tiles on, and all rows
 // in the sequence's first tile.
 fn fine_rows(tile: u32, window: u32, kv_len: u32, position_0: i32, row0: u32) -> u32 {

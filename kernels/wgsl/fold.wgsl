@@ -1,7 +1,7 @@
 // fold.wgsl: the factors by which a tile's value is folded into the state (docs/arithmetic.md, sections 5 and 6).
 
 // Folds m and l, and computes the factors of O. No lane writes the slots of reduce.wgsl in this phase, so they are reset as they are read.
-#def fold_maxima(): lane -> m, l
+#def fold_maxima(): lane, tile -> m, l
 workgroupBarrier();
 if lane < $(R)u {
     let key = posted($(ROW_MAX)u + lane);
@@ -11,7 +11,10 @@ if lane < $(R)u {
     if key == NONE_KEY {
         fold_beta[lane] = -1.0;
     } else {
-#if INTEGER
+#if BASED
+        let factors = fold_factors(m, based_exponent(from_order_key(key), row_step[lane], base_of(tile, lane)));
+        let unit = exp2i(-24);
+#elif INTEGER
         let factors = fold_factors(m, tile_exponent(key));
         let unit = exp2i(-24);
 #else

@@ -109,17 +109,6 @@ fn k_place(pages: u32, head: u32, kv_len: u32, tile: u32, index: u32) -> TokenAd
 #end
 }
 
-#if K_WINDOW + V_WINDOW > 0
-// The place of a token's residuals. Residual pages of the first tile have slots of their own; later ones take turns in a ring of slots behind them.
-fn residual_place(residuals_at: u32, head: u32, kv_len: u32, tile: u32, index: u32) -> TokenAddr {
-    let token = min(tile * 64u + index, kv_len - 1u);
-    let page = token / $(PS)u;
-    let slot = select($(FIRST_RESIDUAL_PAGES)u + (page & (params.residual_ring - 1u)), page, page < $(FIRST_RESIDUAL_PAGES)u);
-    let run = run_of(tables[residuals_at + slot], head);
-    return TokenAddr(run.buffer, run.at, token % $(PS)u);
-}
-#end
-
 // The 16 bytes of a token in K's panel `unit`.
 fn k_vec(place: TokenAddr, unit: u32) -> vec4<u32> {
     return load_vec(place.buffer, place.at + unit * $(PS)u + place.token);

@@ -165,3 +165,8 @@ fn bf16_of(x: u32) -> u32 {
     let rounded = ((x & 0x7FFFFFFFu) + 0x7FFFu + ((x >> 16u) & 1u)) >> 16u;
     return min(rounded, 0x7F7Fu) | ((x >> 16u) & 0x8000u);
 }
+
+// An element of a centre of K: bf16 of at most 2^50.
+fn centre_of(x: u32) -> u32 {
+    return bf16_of((x & 0x80000000u) | min(x & 0x7FFFFFFFu, 0x58800000u));
+}

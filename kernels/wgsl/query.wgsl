@@ -74,8 +74,42 @@ query_$(n)[$(w)] = query_$(n)[$(w)] * exp2i(-$((K_STRIDES + 1) / 2));
 #end
 #end
 
+#if CENTRES
+// Four elements of a centre of K.
+fn centre_elements(pairs: vec2<u32>) -> vec4<f32> {
+    return bitcast<vec4<f32>>(vec4<u32>(pairs.x << 16u, pairs.x & 0xFFFF0000u, pairs.y << 16u, pairs.y & 0xFFFF0000u));
+}
+
+// The rows' G of both centres (section 12), a lane for each: the query's elements, rounded to 16 bits, pass through workgroup memory, four of every 16 at
+// a time. The products are exact, so that their sums may contract.
+#def score_bases(): lane, sequence, head, num_rows, num_pairs, pair_*, query_* ->
+let row_of_base = lane % $(R)u;
+let has_base = lane < $(2 * R)u && row_of_base < num_rows;
+let centre = ((sequence * params.num_kv_heads + head) * 2u + lane / $(R)u) * $(D / 4)u;
+#for w in 0..4
+#for n in 0..PAIRS
+if pair_$(n) < num_pairs {
+    query_bytes[pair_$(n)] = (bitcast<vec4<u32>>(query_$(n)[$(w)]) + vec4<u32>(128u)) & vec4<u32>(0xFFFFFF00u);
+}
+#end
+workgroupBarrier();
+var sums_$(w) = vec4<f32>(0.0);
+if has_base {
+    for (var u = 0u; u < $(UNITS)u; u++) {
+        sums_$(w) += bitcast<vec4<f32>>(query_bytes[row_of_base * $(UNITS)u + u]) * centre_elements(centres[centre + 4u * u + $(w)u]);
+    }
+}
+workgroupBarrier();
+#end
+if has_base {
+    let sums = hidden4(hidden4(sums_0 + sums_2) + hidden4(sums_1 + sums_3));
+    row_base[lane] = SCORE_BASE + hidden(hidden(sums.x + sums.z) + hidden(sums.y + sums.w));
+}
+#end
+#end
+
 // The query rows in workgroup memory: as bytes, with their steps and the sums that the scores need, or in f32.
-#def load_query(): lane, first_query, num_queries, head, row0, num_pairs ->
+#def load_query(): lane, first_query, num_queries, sequence, head, row0, num_rows, num_pairs ->
 for (var slot = lane; slot < $(SLOTS)u; slot += $(T)u) {
     clear(slot);
 }
@@ -91,6 +125,9 @@ if pair_$(n) < num_pairs {
 #end
 #if K_STRIDES > 0
 #use rotate_query()
+#end
+#if CENTRES
+#use score_bases()
 #end
 #for n in 0..PAIRS
 if pair_$(n) < num_pairs {

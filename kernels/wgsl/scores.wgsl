@@ -212,12 +212,14 @@ for (var u = 0u; u < $(UNITS)u; u++) {
 }
 #end
 
-// Step, soft cap, ALiBi and mask of row r's score, and its key in the row's slot.
-#def finish_score(r): row0, token, position_0 -> score_*, ties
+// Step, centre, soft cap, ALiBi and mask of row r's score, and its key in the row's slot.
+#def finish_score(r): row0, tile, token, position_0 -> score_*, ties
 #if TIES
 let whole_$(r) = score_$(r);
 #end
-#if K_INTEGER
+#if CENTRES && !BASED
+score_$(r) = far_score(score_$(r), row_step[$(r)], base_of(tile, $(r)u));
+#elif K_INTEGER && !BASED
 score_$(r) = product(score_$(r), row_step[$(r)]);
 #end
 #if SOFTCAP
@@ -238,7 +240,9 @@ if is_tie(score_$(r)) {
     ties |= (bitcast<u32>(step) & 3u) << $(2 * r)u;
 }
 #end
-#if INTEGER
+#if BASED
+post_max($(ROW_MAX + r)u, order_key(score_$(r)));
+#elif INTEGER
 post_max($(ROW_MAX + r)u, score_key(score_$(r)));
 #else
 post_max($(ROW_MAX + r)u, order_key(ceil(score_$(r))));

@@ -1,7 +1,7 @@
 // softmax.wgsl: the weights of a tile (docs/arithmetic.md, section 5). A lane has the weights of its token, one for each row.
 
 // The weights of all rows in f32, their sums and the largest of them times V's scales in the slots of reduce.wgsl.
-#def softmax_tile(): num_rows, lane, slot, score_*, ties, v_* -> p_*
+#def softmax_tile(): tile, num_rows, lane, slot, score_*, ties, v_* -> p_*
 workgroupBarrier();
 #for r in 0..R
 var p_$(r) = 0.0;
@@ -12,12 +12,17 @@ if $(b * RU)u < num_rows {
     {
 #if INTEGER
         // A token that is not seen has the least weight, which adds to no sum.
+#if BASED
+        let top = from_order_key(posted($(ROW_MAX + r)u));
+        let point = select(LEAST_POINT, based_point(score_$(r), row_step[$(r)], base_of(tile, $(r)u), top), score_$(r) > NONE);
+#else
 #if TIES
         let step = bitcast<i32>(ties << $(30 - 2 * r)u) >> 30u;
 #else
         let step = 0;
 #end
         let point = weight_point(score_$(r), step, posted($(ROW_MAX + r)u));
+#end
         p_$(r) = point_value(point);
         let units = f16_units(point, p_$(r));
         post_sum($(ROW_SUM + r)u, units);

@@ -1,15 +1,19 @@
-//! Appends on the device: the jobs of the workgroups that quantize tokens into pages, and the commands.
+//! Appends on the device: the jobs of the workgroups that quantize tokens into pages and make centres of K, and the commands.
 
 use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::{Arc, Mutex};
 
 use attn_core::{
-    CacheConfig, Error, TokenWrite, WideRows,
+    CacheConfig, Error, FirstTile, TokenWrite, WideRows,
     arithmetic::ROUND,
-    cache::{check_writes, tokens_of},
+    cache::{check_pages, check_writes, tokens_of},
+    centres::{CENTRES, centre_of},
 };
-use attn_kernels::wgsl::{append::AppendKey, params::AppendParams};
+use attn_kernels::wgsl::{
+    append::AppendKey,
+    params::{AppendParams, CentreParams},
+};
 use wgpu::BufferUsages;
 
 use crate::{
@@ -19,24 +23,27 @@ use crate::{
     pool::Pool,
 };
 
-/// The append kernels made so far on one device.
+/// The kernels made so far on one device that write caches.
 #[derive(Default)]
-pub(crate) struct AppendPipelines(Mutex<HashMap<AppendKey, Pipeline>>);
+pub(crate) struct AppendPipelines(Mutex<HashMap<(&'static str, AppendKey), Pipeline>>);
 
 impl AppendPipelines {
-    fn get(&self, pool: &Pool) -> Result<Pipeline, Error> {
+    /// The kernel `append` or `centre` for a pool.
+    fn get(&self, name: &'static str, pool: &Pool) -> Result<Pipeline, Error> {
         let key = AppendKey {
             format: pool.layout.format(),
             head_dim: pool.layout.head_dim(),
             page_size: pool.layout.page_size(),
             pools: pool.buffers.len(),
+            centres: pool.centres.is_some(),
         };
         let mut made = self.0.lock().unwrap_or_else(|e| e.into_inner());
-        if let Some(pipeline) = made.get(&key) {
+        if let Some(pipeline) = made.get(&(name, key)) {
             return Ok(pipeline.clone());
         }
-        let pipeline = pipeline::compile(&pool.gpu, "append", key.text())?;
-        made.insert(key, pipeline.clone());
+        let text = key.text(&format!("{name}.wgsl"));
+        let pipeline = pipeline::compile(&pool.gpu, name, text)?;
+        made.insert((name, key), pipeline.clone());
         Ok(pipeline)
     }
 }
@@ -58,16 +65,30 @@ struct Job {
     first: u32,
     end: u32,
     source: u32,
+    /// The centre of K that its keys lack, counted through sequences, and whether its token makes it; nothing in a cache without.
+    centre: (u32, bool),
 }
 
+/// Words of a job in the table of `append.wgsl`, and of a first tile in that of `centre.wgsl`.
+const JOB_WORDS: usize = 8;
+const TILE_WORDS: usize = 12;
+
 /// The jobs of some writes. Sources count from `base`.
-fn jobs(writes: &[TokenWrite], base: usize) -> Vec<Job> {
+fn jobs(writes: &[TokenWrite], base: usize, has_centres: bool) -> Vec<Job> {
     let mut jobs: Vec<Job> = Vec::new();
     for write in writes {
         let (token, source) = (write.token as u32, (write.source - base) as u32);
+        let centre = match has_centres {
+            true => {
+                let centre = CENTRES * write.sequence + centre_of(write.position);
+                (centre as u32, write.position == 0)
+            }
+            false => (0, false),
+        };
         match jobs.last_mut() {
             Some(job)
                 if (job.page, job.residual_page) == (write.page, write.residual_page)
+                    && job.centre == centre
                     && job.end == token
                     && job.source + (token - job.first) == source =>
             {
@@ -79,6 +100,7 @@ fn jobs(writes: &[TokenWrite], base: usize) -> Vec<Job> {
                 first: token,
                 end: token + 1,
                 source,
+                centre,
             }),
         }
     }
@@ -127,30 +149,35 @@ pub(crate) fn check_buffers(
 }
 
 /// One dispatch with its tables.
-struct Launch {
+pub(crate) struct Launch {
     pipeline: Pipeline,
     group: wgpu::BindGroup,
-    grid: [u32; 2],
+    grid: [u32; 3],
 }
 
 /// Records a dispatch.
-fn dispatch(gpu: &Gpu, encoder: &mut wgpu::CommandEncoder, launch: &Launch) -> Result<(), Error> {
+pub(crate) fn dispatch(
+    gpu: &Gpu,
+    encoder: &mut wgpu::CommandEncoder,
+    launch: &Launch,
+) -> Result<(), Error> {
     gpu.guarded("recording an append", || {
         let mut pass = encoder.begin_compute_pass(&Default::default());
         pass.set_pipeline(&launch.pipeline);
         pass.set_bind_group(0, &launch.group, &[]);
-        pass.dispatch_workgroups(launch.grid[0], launch.grid[1], 2);
+        let [x, y, z] = launch.grid;
+        pass.dispatch_workgroups(x, y, z);
     })
 }
 
-/// The workgroups of `jobs` jobs in two dimensions, if the device can count them and bind their table.
-fn grid(gpu: &Gpu, jobs: usize, heads: usize) -> Result<[usize; 2], Error> {
+/// The workgroups of `jobs` jobs (or first tiles) in two dimensions, if the device can count them and bind their table of `words` words each.
+fn grid(gpu: &Gpu, jobs: usize, heads: usize, words: usize) -> Result<[usize; 2], Error> {
     let most = gpu.most_workgroups();
     // A number that saturates exceeds every limit.
     let groups = jobs.saturating_mul(heads);
     let grid_x = groups.min(most);
     let grid_y = groups.div_ceil(grid_x);
-    let words = jobs.saturating_mul(8).saturating_add(2 * heads);
+    let words = jobs.saturating_mul(words).saturating_add(2 * heads);
     if grid_y > most || words as u64 > gpu.largest_binding() / 4 {
         return Err(no_kernel(
             format!("an append to {jobs} pages of {heads} KV heads"),
@@ -190,7 +217,7 @@ impl Appender {
         gpu.alive("appending")?;
         let row = pool.layout.num_kv_heads() * pool.layout.head_dim();
         let tokens = tokens_of(&pool.layout, [k.shape(), v.shape()])?;
-        check_writes(&pool.layout, pool.num_pages, writes, tokens)?;
+        check(pool, writes, tokens)?;
         let chunks = writes.chunks((CHUNK_BYTES / (4 * row)).max(1));
         let chunks: Vec<_> = chunks.map(|chunk| (sources_of(chunk), chunk)).collect();
         let longest = chunks.iter().map(|(sources, _)| sources.len()).max();
@@ -254,7 +281,7 @@ impl Appender {
         sources: [&wgpu::Buffer; 2],
     ) -> Result<(), Error> {
         check_buffers(pool, tokens, sources)?;
-        check_writes(&pool.layout, pool.num_pages, writes, tokens)?;
+        check(pool, writes, tokens)?;
         let row = pool.layout.num_kv_heads() * pool.layout.head_dim();
         let sources = sources.map(|buffer| pipeline::first(buffer, 4 * (tokens * row) as u64));
         if writes.is_empty() {
@@ -273,17 +300,18 @@ impl Appender {
         base: usize,
         sources: &[wgpu::BufferBinding<'_>; 2],
     ) -> Result<Launch, Error> {
-        let pipeline = self.pipelines.get(pool)?;
-        let jobs = jobs(writes, base);
+        let pipeline = self.pipelines.get("append", pool)?;
+        let jobs = jobs(writes, base, pool.centres.is_some());
         let gpu = &pool.gpu;
         let heads = pool.layout.num_kv_heads();
-        let [grid_x, grid_y] = grid(gpu, jobs.len(), heads)?;
+        let [grid_x, grid_y] = grid(gpu, jobs.len(), heads, JOB_WORDS)?;
         let mut table: Vec<u32> = Vec::new();
         for job in &jobs {
             let (residual_page, has_residuals) =
                 (job.residual_page.unwrap_or(0), job.residual_page.is_some());
             table.extend([job.page, job.first, job.end, job.source, residual_page]);
-            table.extend([u32::from(has_residuals), 0, 0]);
+            let (centre, makes) = job.centre;
+            table.extend([u32::from(has_residuals), centre, u32::from(makes)]);
         }
         let params = AppendParams {
             num_jobs: jobs.len() as u32,
@@ -305,17 +333,79 @@ impl Appender {
         let group = gpu.guarded("binding an append", || {
             let own = [&uniform, &tables].into_iter();
             let own = own.map(wgpu::Buffer::as_entire_buffer_binding);
-            let pages = pool.buffers.iter();
-            let pages = pages.map(wgpu::Buffer::as_entire_buffer_binding);
-            let buffers = own.chain(sources.iter().cloned()).chain(pages);
-            pipeline::bind(gpu, &pipeline, (0..).zip(buffers))
+            let given = own.chain(sources.iter().cloned());
+            let buffers = (0..).zip(given).chain(pool.bindings());
+            pipeline::bind(gpu, &pipeline, buffers)
         })?;
         Ok(Launch {
             pipeline,
             group,
-            grid: [grid_x as u32, grid_y as u32],
+            grid: [grid_x as u32, grid_y as u32, 2],
         })
     }
+
+    /// The dispatch that makes the second centres of K of sequences whose first tiles lie in a layer's pool.
+    pub fn centre(&self, pool: &Pool, tiles: &[FirstTile]) -> Result<Launch, Error> {
+        let gpu = &pool.gpu;
+        gpu.alive("making centres of K")?;
+        check_tiles(pool, tiles)?;
+        let pipeline = self.pipelines.get("centre", pool)?;
+        let heads = pool.layout.num_kv_heads();
+        let [grid_x, grid_y] = grid(gpu, tiles.len(), heads, TILE_WORDS)?;
+        let mut table: Vec<u32> = Vec::new();
+        for tile in tiles {
+            table.extend([tile.sequence as u32, 0, 0, 0]);
+            table.extend(tile.pages);
+            table.extend(tile.residual_pages.map(|page| page.unwrap_or(0)));
+        }
+        let params = CentreParams {
+            num_tiles: tiles.len() as u32,
+            grid_x: grid_x as u32,
+            num_kv_heads: heads as u32,
+            pages_per_pool: pool.pages_per_buffer,
+            round_up: ROUND,
+            round_down: ROUND,
+            zero: 0,
+        };
+        let params = params.words();
+        let params = bytemuck::cast_slice(&params);
+        let uniform = gpu.filled("attn centres", params, BufferUsages::UNIFORM)?;
+        let table = bytemuck::cast_slice(&table);
+        let tables = gpu.filled("attn first tiles", table, BufferUsages::STORAGE)?;
+        let group = gpu.guarded("binding first tiles", || {
+            let own = [&uniform, &tables].into_iter();
+            let own = own.map(wgpu::Buffer::as_entire_buffer_binding);
+            let buffers = (0..).zip(own).chain(pool.bindings());
+            pipeline::bind(gpu, &pipeline, buffers)
+        })?;
+        Ok(Launch {
+            pipeline,
+            group,
+            grid: [grid_x as u32, grid_y as u32, 1],
+        })
+    }
+}
+
+/// Refuses writes by which the append kernel, which checks nothing, would leave the pool, its centres or the sources.
+fn check(pool: &Pool, writes: &[TokenWrite], tokens: usize) -> Result<(), Error> {
+    check_writes(&pool.layout, pool.num_pages, writes, tokens)?;
+    pool.check_sequences(writes.iter().map(|write| write.sequence))
+}
+
+/// Refuses first tiles by which the kernel of the second centres would leave the pool or its centres.
+fn check_tiles(pool: &Pool, tiles: &[FirstTile]) -> Result<(), Error> {
+    let page_bytes = pool.layout.page_bytes();
+    for tile in tiles {
+        let residual = tile.residual_pages.iter().flatten();
+        let pages: Vec<u32> = tile.pages.iter().chain(residual).copied().collect();
+        check_pages(
+            &pool.layout,
+            pool.num_pages,
+            &pages,
+            pages.len() * page_bytes,
+        )?;
+    }
+    pool.check_sequences(tiles.iter().map(|tile| tile.sequence))
 }
 
 #[cfg(test)]
@@ -380,7 +470,7 @@ mod tests {
                 .collect()
         };
         let mut all = writes(KvFormat::INT4, 60, 72);
-        let found = spans(&jobs(&all, 0));
+        let found = spans(&jobs(&all, 0, false));
         let tokens: Vec<_> = found.iter().map(|(_, _, tokens)| *tokens).collect();
         assert_eq!(tokens, [[60, 64, 0], [0, 64, 4], [0, 4, 68]]);
         let mut pages: Vec<u32> = found
@@ -390,8 +480,23 @@ mod tests {
         pages.sort_unstable();
         assert_eq!(pages, [0, 1, 2, 3, 4, 5]);
         all.iter_mut().for_each(|write| write.source += 1000);
-        assert_eq!(spans(&jobs(&all, 1000)), found);
+        assert_eq!(spans(&jobs(&all, 1000, false)), found);
         let all = writes(KvFormat::INT8, 0, 64);
-        assert_eq!(spans(&jobs(&all, 0)), [(0, None, [0, 64, 0])]);
+        assert_eq!(spans(&jobs(&all, 0, false)), [(0, None, [0, 64, 0])]);
+    }
+
+    /// Kills jobs whose keys lack different centres, which a workgroup takes for one.
+    #[test]
+    fn the_keys_of_a_job_lack_one_centre() {
+        let all = writes(KvFormat::INT8, 0, 66);
+        let jobs = jobs(&all, 0, true);
+        let found: Vec<_> = jobs
+            .iter()
+            .map(|job| (job.first, job.end, job.centre))
+            .collect();
+        assert_eq!(
+            found,
+            [(0, 1, (0, true)), (1, 64, (0, false)), (0, 2, (1, false))]
+        );
     }
 }

@@ -65,7 +65,7 @@ fn joined((m, [alpha, beta]): (f32, [f32; 2]), is_factor: bool) -> f32 {
 }
 
 /// The functions in the order of `check_arithmetic.wgsl`.
-const FUNCTIONS: [Function; 30] = [
+const FUNCTIONS: [Function; 33] = [
     ("exp2f(x)", true, noise, |[x, _, _]| exp2_float(x)),
     ("rcp(y)", true, noise, |[_, y, _]| rcp(y)),
     ("lse(x, y)", true, noise, |[x, y, _]| lse(x.ceil(), y)),
@@ -162,6 +162,21 @@ const FUNCTIONS: [Function; 30] = [
     ("inverse of a step", true, steps, |[x, y, _]| {
         grid::weight_step(x as i32, y as u32)[1]
     }),
+    ("score from a centre's base", true, based, |[x, y, z]| {
+        grid::grid_score(x, y, z).clamp(131_072.0, 262_144.0)
+    }),
+    (
+        "exponent from a base",
+        true,
+        based,
+        |[x, y, z]| match grid::grid_score(x, y, z) {
+            top if grid::is_near(top) => grid::grid_ceil(top) - SCORE_BASE + grid::WEIGHT_SHIFT,
+            _ => (x * y + (z - SCORE_BASE)).ceil() + grid::WEIGHT_SHIFT,
+        },
+    ),
+    ("score off the grid", true, based, |[x, y, z]| {
+        x * y + (z - SCORE_BASE)
+    }),
     ("weight of one byte", true, bytes, |[x, y, z]| {
         let inverse = grid::step_inverse(y);
         f32::from(grid::weight_byte(x as i32, inverse, z as usize))
@@ -206,6 +221,37 @@ fn grid_scores() -> Vec<[f32; 3]> {
             let a = score / step;
             // Neighbours of the quotient have products that round to the same number, or to the next one.
             [f32::from_bits(a.to_bits() + i as u32 % 3 - 1), step, 0.0]
+        })
+        .collect()
+}
+
+/// What rows' steps multiply, steps, and bases of scores: on the grid, below and above it, of either sign and far beyond. Most sums are near a middle
+/// between two points of the grid, many of them so near that every bit of the product counts.
+fn based() -> Vec<[f32; 3]> {
+    let mut next = random();
+    (0..TRIED)
+        .map(|i| {
+            let kind = i % 6;
+            let base = match kind {
+                0 | 1 => 131_072.0 + (next() * 8_388_608.0).floor() / 64.0,
+                2 => next() * 131_072.0,
+                // Just beyond the grid's end: a score on the grid is small, and its rounded product lacks less than the sum's last bits.
+                4 => 262_144.0 + (1.0 + next() * 3.0).floor() / 32.0,
+                3 => 262_144.0 * (1.0 + next()) * exp2i((next() * 24.0) as i32),
+                _ => (-1.0 - next()) * exp2i((next() * 42.0) as i32),
+            };
+            // Steps of few bits have products that are exact, or nearly.
+            let mut step = (1.0 + next()) * exp2i((next() * 80.0) as i32 - 60);
+            if i % 3 == 0 {
+                step = f32::from_bits(step.to_bits() & !0xF_FFFF);
+            }
+            let point = match kind {
+                4 => 262_143.0 + f64::from((next() * 64.0).floor()) / 64.0,
+                _ => 131_000.0 + f64::from((next() * 131_272.0 * 64.0).floor()) / 64.0,
+            };
+            let a = ((point + 1.0 / 128.0 - f64::from(base)) / f64::from(step)) as f32;
+            let near = [0, 1, 1, 2][i / 6 % 4];
+            [f32::from_bits(a.to_bits() + near - 1), step, base]
         })
         .collect()
 }

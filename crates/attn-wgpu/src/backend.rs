@@ -203,6 +203,7 @@ impl WgpuBackend {
             });
         }
         let (_, pool) = self.pages(layer.cache(), layer.index())?;
+        pool.check_sequences(table.sequences.iter().copied())?;
         let [k_tensor_scales, v_tensor_scales] = layer.tensor_scales();
         let source = KvTables {
             layout: pool.decode_layout(),
@@ -236,6 +237,7 @@ impl WgpuBackend {
                 page_size: 64,
                 pools: 1,
                 view: true,
+                centres: false,
             },
             stored,
             pages_per_pool: u32::MAX,
@@ -270,7 +272,8 @@ impl WgpuBackend {
     ///
     /// `appends` lists (sequence, number of tokens), each sequence once; `k` and `v` are f32 `[tokens, num_kv_heads, head_dim]`, the first
     /// sequence's tokens first, with `BufferUsages::STORAGE`. They are not checked and must be finite. The cache counts the tokens at once, so
-    /// steps may be prepared and recorded behind this one; submit the encoder before the cache's pages are used in any other way.
+    /// steps may be prepared and recorded behind this one; submit the encoder before the cache's pages are used in any other way, and before a sequence
+    /// of a cache with centres of K is forked.
     ///
     /// # Errors
     /// Those of [`KvCache::append_with`]; [`Error::WrongBackend`] for another backend's (or device's) cache; [`Error::Device`] for a buffer
@@ -287,13 +290,16 @@ impl WgpuBackend {
         // A number that saturates is more than any buffer holds.
         let tokens = appends.iter().map(|append| append.tokens);
         let tokens = tokens.fold(0, usize::saturating_add);
-        let (_, pool) = self.pages(cache, 0)?;
+        let (pages, pool) = self.pages(cache, 0)?;
         append::check_buffers(pool, tokens, [k, v])?;
+        let recording = pages.recording();
         cache.append_with(appends, |store, writes| {
+            recording.flush(encoder)?;
             let (pages, pool) = pages_of(store, 0)?;
             let appender = &pages.appender;
             appender.record(pool, 0, encoder, writes, tokens, [k, v])
-        })
+        })?;
+        recording.flush(encoder)
     }
 
     /// Records the write of one layer of the open step ([`KvCache::reserve`]) into the caller's encoder, as [`WgpuBackend::record_append`] does for a cache of
@@ -312,14 +318,17 @@ impl WgpuBackend {
     ) -> Result<(), Error> {
         self.gpu.alive("recording a write")?;
         cache.layer(layer)?;
-        self.pages(cache, layer)?;
+        let (pages, _) = self.pages(cache, layer)?;
         let appends = cache.open_step().unwrap_or_default();
         let tokens = appends.iter().map(|append| append.tokens).sum();
+        let recording = pages.recording();
         cache.write_with(layer, |store, writes| {
+            recording.flush(encoder)?;
             let (pages, pool) = pages_of(store, layer)?;
             let appender = &pages.appender;
             appender.record(pool, layer, encoder, writes, tokens, [k, v])
-        })
+        })?;
+        recording.flush(encoder)
     }
 
     /// The pages of a cache of this backend, and one layer's.
@@ -412,6 +421,7 @@ impl DecodeAttention for WgpuBackend {
             page_size: 64,
             pools: 1,
             view: false,
+            centres: false,
         };
         let key = self.pipelines.key(&self.gpu, problem, layout);
         self.pipelines.decode(&self.gpu, &key)?;

@@ -91,6 +91,13 @@ impl KvTables<'_> {
         })
     }
 
+    /// The sequence of the cache that sequence `b` is, whose centres of K it has.
+    fn sequence(&self, b: usize) -> usize {
+        let table = self.pages.map(|(table, _)| table);
+        let sequence = table.and_then(|table| table.sequences.get(b));
+        sequence.copied().unwrap_or(0)
+    }
+
     /// Slots of later tiles' residual pages, which lie behind those of the first tile.
     fn residual_ring(&self) -> usize {
         let KvLayout {
@@ -146,7 +153,17 @@ impl Tables {
         let mut first_split = 0;
         for block in blocks {
             let splits = splits_of(block);
-            let about = [first_split, splits, block.first, block.tokens, 0, 0, 0, 0];
+            let sequence = source.sequence(block.sequence);
+            let about = [
+                first_split,
+                splits,
+                block.first,
+                block.tokens,
+                sequence,
+                0,
+                0,
+                0,
+            ];
             words.extend(about.map(|x| x as u32));
             first_split += splits;
         }

@@ -46,11 +46,12 @@ pub(crate) fn compile(
         // SAFETY: without bounds checks an index past a binding is undefined. Of what the kernels index by, release builds check
         // - the pages of a step: `launch::KvTables::check` compares those from the first tile on that any row sees, where workgroups begin
         //   (`find_work` of decode_split.wgsl), with the pool's count, and their number with kv_len;
-        // - the pages, residual pages, tokens and sources of an append: `append::check_writes`;
+        // - the sequences of a step over centres of K: `Pool::check_sequences`;
+        // - the pages, residual pages, tokens, sources and sequences of an append: `append::check`; those of first tiles: `append::check_tiles`;
         // - a view's offsets and strides: `view.rs` computes the end of the last row in checked arithmetic;
         // - callers' buffers (k and v of an append, a view's, q, out, lse): as many bytes as the kernels reach are bound (`first`), which
         //   wgpu compares with the buffer that it finds;
-        // - 32-bit indices: no binding is longer than `Gpu::largest_binding`, which bounds the pool (`Pool::new`), the partials,
+        // - 32-bit indices: no binding is longer than `Gpu::largest_binding`, which bounds the pool and its centres (`Pool::new`), the partials,
         //   tables and queries (`launch::check_sizes`), an append's table (`append::grid`), and the callers' buffers above; workgroups
         //   are counted below 2^32 (`Gpu::most_workgroups`);
         // - whose pools and steps these are: `WgpuBackend::pages` and `Prepared::record` refuse those of another device.

@@ -1,4 +1,4 @@
-//! The pool of pages on the device, read and written by pages.
+//! The pool of pages on the device, read and written by pages; and the centres of K of its sequences.
 
 use std::sync::{
     Arc,
@@ -9,9 +9,13 @@ use attn_core::{CacheConfig, Error, PageLayout, Unsupported, cache::check_pages}
 use attn_kernels::wgsl::decode::KvLayout;
 use wgpu::BufferUsages;
 
-use crate::{error::BACKEND, gpu::Gpu, pipeline::Stored};
+use crate::{
+    error::{BACKEND, no_kernel},
+    gpu::Gpu,
+    pipeline::Stored,
+};
 
-/// Storage buffers of the split kernel beside the pool's.
+/// Storage buffers of the split kernel beside the pool's, and the centres of K where there are some.
 const OTHER_BINDINGS: u32 = 3;
 
 /// Page bytes that may wait for a submission.
@@ -26,8 +30,40 @@ pub(crate) struct Pool {
     pub pages_per_buffer: u32,
     /// Number of pages that callers may name; the buffers hold at least one.
     pub num_pages: usize,
+    /// The centres of K of the cache's sequences, if it has some.
+    pub centres: Option<Centres>,
     /// Bytes written to the queue and not yet submitted, so that staging memory stays small.
     pending: AtomicU64,
+}
+
+/// Centres of K in one layer, `[num_sequences, num_kv_heads, 2, head_dim]` in bf16.
+pub(crate) struct Centres {
+    pub buffer: wgpu::Buffer,
+    num_sequences: usize,
+    /// Bytes of one sequence, a multiple of 4.
+    bytes: u64,
+}
+
+impl Centres {
+    /// Those of a cache that has some.
+    fn new(gpu: &Gpu, config: &CacheConfig, usage: BufferUsages) -> Result<Option<Self>, Error> {
+        if !config.centres {
+            return Ok(None);
+        }
+        let (num_sequences, bytes) = (config.num_sequences, config.centres_bytes());
+        let (all, largest) = (num_sequences.saturating_mul(bytes), gpu.largest_binding());
+        if all as u64 > largest {
+            return Err(no_kernel(
+                format!("centres of K of {num_sequences} sequences, {bytes} bytes each"),
+                format!("a binding of {largest} bytes; make a cache of fewer sequences"),
+            ));
+        }
+        Ok(Some(Centres {
+            buffer: gpu.buffer("attn centres of K", all as u64, usage)?,
+            num_sequences,
+            bytes: bytes as u64,
+        }))
+    }
 }
 
 impl Pool {
@@ -39,7 +75,8 @@ impl Pool {
         let largest = gpu.largest_binding();
         let per_buffer = largest / page_bytes;
         let num_pages = config.num_pages.max(1) as u64;
-        let bindings = gpu.limits.max_storage_buffers_per_shader_stage - OTHER_BINDINGS;
+        let others = OTHER_BINDINGS + u32::from(config.centres);
+        let bindings = gpu.limits.max_storage_buffers_per_shader_stage - others;
         if per_buffer == 0 || num_pages.div_ceil(per_buffer) > u64::from(bindings) {
             return Err(Unsupported::NoKernel {
                 backend: BACKEND,
@@ -60,6 +97,7 @@ impl Pool {
             })
             .collect::<Result<_, _>>()?;
         Ok(Pool {
+            centres: Centres::new(&gpu, config, usage)?,
             gpu,
             layout,
             buffers,
@@ -125,6 +163,51 @@ impl Pool {
         Ok(())
     }
 
+    /// Refuses sequences that have no place among the centres of K; a pool without has none to look up.
+    pub fn check_sequences(&self, sequences: impl IntoIterator<Item = usize>) -> Result<(), Error> {
+        let count = self
+            .centres
+            .as_ref()
+            .map_or(usize::MAX, |c| c.num_sequences);
+        match sequences.into_iter().find(|sequence| *sequence >= count) {
+            None => Ok(()),
+            Some(given) => Err(Error::Sequence { given, count }),
+        }
+    }
+
+    /// The centres of one sequence: their buffer, the first byte, and how many.
+    fn centres_at(
+        &self,
+        sequence: usize,
+        bytes: usize,
+    ) -> Result<(&wgpu::Buffer, u64, u64), Error> {
+        self.check_sequences([sequence])?;
+        let Some(centres) = self.centres.as_ref().filter(|c| c.bytes == bytes as u64) else {
+            return Err(Error::parameter(
+                "bytes of a sequence's centres of K",
+                bytes,
+                "as many as the cache keeps for each sequence",
+            ));
+        };
+        let at = sequence as u64 * centres.bytes;
+        Ok((&centres.buffer, at, centres.bytes))
+    }
+
+    /// Reads a sequence's centres of K.
+    pub fn read_centres(&self, sequence: usize, out: &mut [u8]) -> Result<(), Error> {
+        let part = self.centres_at(sequence, out.len())?;
+        out.copy_from_slice(&self.gpu.read("reading centres of K", &[part])?);
+        Ok(())
+    }
+
+    /// Replaces a sequence's centres of K.
+    pub fn write_centres(&self, sequence: usize, bytes: &[u8]) -> Result<(), Error> {
+        let (buffer, at, _) = self.centres_at(sequence, bytes.len())?;
+        self.gpu.guarded("writing centres of K", || {
+            self.gpu.queue.write_buffer(buffer, at, bytes);
+        })
+    }
+
     /// How the decode kernels read the pool.
     pub fn decode_layout(&self) -> KvLayout {
         KvLayout {
@@ -132,7 +215,20 @@ impl Pool {
             page_size: self.layout.page_size(),
             pools: self.buffers.len(),
             view: false,
+            centres: self.centres.is_some(),
         }
+    }
+
+    /// The buffers with their bindings in every kernel: those of the pages, and behind them the centres of K.
+    fn bound(&self) -> impl Iterator<Item = (u32, &wgpu::Buffer)> {
+        let centres = self.centres.iter().map(|centres| &centres.buffer);
+        (4..).zip(self.buffers.iter().chain(centres))
+    }
+
+    /// The whole buffers with their bindings.
+    pub fn bindings(&self) -> impl Iterator<Item = (u32, wgpu::BufferBinding<'_>)> {
+        let bound = self.bound();
+        bound.map(|(binding, buffer)| (binding, buffer.as_entire_buffer_binding()))
     }
 
     /// The buffers and their bindings in the decode kernels.
@@ -142,6 +238,6 @@ impl Pool {
             buffer: buffer.clone(),
             bytes: buffer.size(),
         };
-        (4..).zip(&self.buffers).map(stored).collect()
+        self.bound().map(stored).collect()
     }
 }

@@ -1,12 +1,14 @@
-//! A cache's pages on the device: the pool, and the appends that write it.
+//! A cache's pages on the device: the pool, and the appends that write it, at once or into a caller's encoder.
 
 use std::any::Any;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use attn_core::{CacheAccess, CacheConfig, Error, PageLayout, PageStore, TokenWrite, WideRows};
+use attn_core::{
+    CacheAccess, CacheConfig, Error, FirstTile, PageLayout, PageStore, TokenWrite, WideRows,
+};
 
 use crate::{
-    append::{AppendPipelines, Appender},
+    append::{AppendPipelines, Appender, Launch, dispatch},
     gpu::Gpu,
     pool::Pool,
 };
@@ -15,6 +17,35 @@ use crate::{
 pub struct DevicePages {
     pools: Vec<Pool>,
     pub(crate) appender: Appender,
+    recorded: Recorded,
+}
+
+/// While a caller's encoder takes an append: the launches that make centres of K and wait to be recorded behind the tokens that they are made of.
+type Recorded = Arc<Mutex<Option<Vec<Launch>>>>;
+
+fn locked(recorded: &Recorded) -> MutexGuard<'_, Option<Vec<Launch>>> {
+    recorded.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// An append that a caller's encoder takes. The store makes centres of K at once again when this is dropped.
+pub(crate) struct Recording {
+    gpu: Arc<Gpu>,
+    recorded: Recorded,
+}
+
+impl Recording {
+    /// Records the launches that wait: before the next tokens, which lack the centres, and at the end.
+    pub fn flush(&self, encoder: &mut wgpu::CommandEncoder) -> Result<(), Error> {
+        let launches = locked(&self.recorded).replace(Vec::new());
+        let mut launches = launches.iter().flatten();
+        launches.try_for_each(|launch| dispatch(&self.gpu, encoder, launch))
+    }
+}
+
+impl Drop for Recording {
+    fn drop(&mut self) {
+        *locked(&self.recorded) = None;
+    }
 }
 
 impl DevicePages {
@@ -28,13 +59,29 @@ impl DevicePages {
         Ok(DevicePages {
             pools: pools.collect::<Result<_, _>>()?,
             appender: Appender::new(pipelines, config),
+            recorded: Recorded::default(),
         })
     }
 
+    /// Begins an append into a caller's encoder.
+    pub(crate) fn recording(&self) -> Recording {
+        *locked(&self.recorded) = Some(Vec::new());
+        Recording {
+            gpu: self.pools[0].gpu.clone(),
+            recorded: self.recorded.clone(),
+        }
+    }
+
     /// The buffers that a layer's pages lie in: the same number in each, `[page][kv_head][run]` of FORMATS.md; none for a layer that the cache does not
-    /// have.
+    /// have. Keys of a cache with centres of K lack those of [`DevicePages::centres`].
     pub fn buffers(&self, layer: usize) -> &[wgpu::Buffer] {
         self.pool(layer).map_or(&[], |pool| &pool.buffers)
+    }
+
+    /// The buffer of a layer's centres of K, `[num_sequences, num_kv_heads, 2, head_dim]` in bf16; none for a cache without.
+    pub fn centres(&self, layer: usize) -> Option<&wgpu::Buffer> {
+        let centres = self.pool(layer)?.centres.as_ref()?;
+        Some(&centres.buffer)
     }
 
     pub(crate) fn pool(&self, layer: usize) -> Option<&Pool> {
@@ -89,6 +136,43 @@ impl PageStore for DevicePages {
         bytes: &[u8],
     ) -> Result<(), Error> {
         self.pools[layer].write_pages(pages, bytes)
+    }
+
+    fn has_centres(&self) -> bool {
+        self.pools[0].centres.is_some()
+    }
+
+    fn centre(&mut self, _: &CacheAccess, layer: usize, tiles: &[FirstTile]) -> Result<(), Error> {
+        let pool = &self.pools[layer];
+        let launch = self.appender.centre(pool, tiles)?;
+        if let Some(launches) = &mut *locked(&self.recorded) {
+            launches.push(launch);
+            return Ok(());
+        }
+        let gpu = &pool.gpu;
+        let mut encoder = gpu.device.create_command_encoder(&Default::default());
+        dispatch(gpu, &mut encoder, &launch)?;
+        gpu.submit("making centres of K", encoder)
+    }
+
+    fn read_centres(
+        &self,
+        _: &CacheAccess,
+        layer: usize,
+        sequence: usize,
+        out: &mut [u8],
+    ) -> Result<(), Error> {
+        self.pools[layer].read_centres(sequence, out)
+    }
+
+    fn write_centres(
+        &mut self,
+        _: &CacheAccess,
+        layer: usize,
+        sequence: usize,
+        bytes: &[u8],
+    ) -> Result<(), Error> {
+        self.pools[layer].write_centres(sequence, bytes)
     }
 
     fn as_any(&self) -> &dyn Any {

@@ -34,13 +34,19 @@ fn each_decode(
     let viewed = [format.k, format.v]
         .iter()
         .all(|scheme| scheme.code_bits() > 4 && !scheme.is_rotated());
-    let views = [false, true].into_iter().filter(|view| viewed || !view);
-    for (view, shared_bytes) in views.flat_map(|view| [16384, 32768].map(|bytes| (view, bytes))) {
+    let mut kinds = vec![(false, false)];
+    kinds.extend(viewed.then_some((true, false)));
+    kinds.extend(format.check_centres().ok().map(|()| (false, true)));
+    let kinds = kinds.into_iter();
+    for ((view, centres), shared_bytes) in
+        kinds.flat_map(|kind| [16384, 32768].map(|bytes| (kind, bytes)))
+    {
         let layout = KvLayout {
             format,
             page_size,
             pools,
             view,
+            centres,
         };
         let mut tuning = Tuning::default();
         tuning.by_tiles = Some(view);
@@ -76,13 +82,24 @@ fn each_specialisation(mut each: impl FnMut(&str, &str)) {
                 continue;
             }
             let pools = 1 + rows / 4;
-            let key = AppendKey {
+            let mut key = AppendKey {
                 format,
                 head_dim,
                 page_size,
                 pools,
+                centres: false,
             };
-            each(&format!("append.wgsl for {key:?}"), &key.text().unwrap());
+            each(
+                &format!("append.wgsl for {key:?}"),
+                &key.text("append.wgsl").unwrap(),
+            );
+            key.centres = format.check_centres().is_ok();
+            for file in ["append.wgsl", "centre.wgsl"]
+                .iter()
+                .filter(|_| key.centres)
+            {
+                each(&format!("{file} for {key:?}"), &key.text(file).unwrap());
+            }
             let mut problem = Problem::new(
                 Heads {
                     q: rows,

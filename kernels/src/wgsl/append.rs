@@ -1,4 +1,4 @@
-//! The specialisation of `append.wgsl`.
+//! The specialisation of `append.wgsl` and `centre.wgsl`.
 
 use attn_core::KvFormat;
 
@@ -7,7 +7,7 @@ use super::{
     constants::{kernel_text, layout_constants, set},
 };
 
-/// Everything that chooses constants of the append kernel.
+/// Everything that chooses constants of the kernels that write a cache.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct AppendKey {
     /// The schemes of the pages.
@@ -18,6 +18,8 @@ pub struct AppendKey {
     pub page_size: usize,
     /// Storage buffers that the pool lies in.
     pub pools: usize,
+    /// Whether K has centres.
+    pub centres: bool,
 }
 
 impl AppendKey {
@@ -25,15 +27,20 @@ impl AppendKey {
         let mut constants = layout_constants(self.format, self.head_dim, self.page_size);
         let groups = [self.format.k, self.format.v].map(|scheme| scheme.groups(self.head_dim));
         let most = groups[0].max(groups[1]);
-        set(&mut constants, &[("AG", most), ("POOLS", self.pools)]);
+        let own = [
+            ("AG", most),
+            ("POOLS", self.pools),
+            ("CENTRES", usize::from(self.centres)),
+        ];
+        set(&mut constants, &own);
         constants
     }
 
-    /// The kernel's text.
+    /// The text of `append.wgsl`, or of `centre.wgsl` for a cache with centres.
     ///
     /// # Errors
     /// [`SpecialiseError`] for a mistake in the text.
-    pub fn text(&self) -> Result<String, SpecialiseError> {
-        kernel_text("append.wgsl", &self.constants())
+    pub fn text(&self, file: &str) -> Result<String, SpecialiseError> {
+        kernel_text(file, &self.constants())
     }
 }

@@ -5,7 +5,7 @@ use std::sync::LazyLock;
 use attn_core::{Int8Scale, KvFormat, PageLayout, Scheme, layout::Side, rotation};
 
 use super::{
-    params::{AppendParams, ArithmeticParams, DecodeParams},
+    params::{AppendParams, ArithmeticParams, CentreParams, DecodeParams},
     specialise::{Constants, SpecialiseError, specialise},
 };
 
@@ -91,10 +91,11 @@ pub(super) fn layout_constants(format: KvFormat, head_dim: usize, page_size: usi
 
 /// A file of `kernels/wgsl`, or a parameter block, whose text `params.rs` makes.
 fn source(name: &str) -> Option<&'static str> {
-    static BLOCKS: LazyLock<[(&str, String); 3]> = LazyLock::new(|| {
+    static BLOCKS: LazyLock<[(&str, String); 4]> = LazyLock::new(|| {
         [
             ("decode_params", DecodeParams::wgsl()),
             ("append_params", AppendParams::wgsl()),
+            ("centre_params", CentreParams::wgsl()),
             ("arithmetic_params", ArithmeticParams::wgsl()),
         ]
     });

@@ -30,6 +30,8 @@ pub struct DecodeKey {
     pub pools: usize,
     /// Whether rows are read where another engine put them, instead of pages.
     pub view: bool,
+    /// Whether K has centres.
+    pub centres: bool,
     /// The tokens of one workgroup.
     pub split: Split,
 }
@@ -82,6 +84,8 @@ pub struct KvLayout {
     pub pools: usize,
     /// Whether rows are read where another engine put them, instead of pages.
     pub view: bool,
+    /// Whether K has centres.
+    pub centres: bool,
 }
 
 /// The decode kernels' constants.
@@ -108,6 +112,7 @@ fn decode_constants(key: &DecodeKey) -> Constants {
         ("R", r),
         ("POOLS", key.pools),
         ("VIEW", usize::from(key.view)),
+        ("CENTRES", usize::from(key.centres)),
         ("SOFTCAP", usize::from(key.softcap)),
         ("ALIBI", usize::from(key.alibi)),
         ("PER_SEGMENT", key.split.per_segment()),
@@ -136,6 +141,9 @@ pub fn workgroup_bytes(key: &DecodeKey) -> usize {
         slots += r + if is_centred { r * k_groups } else { 0 };
     } else {
         bytes += 64 * r * units;
+    }
+    if key.centres {
+        bytes += 8 * r;
     }
     if v.is_integer() {
         bytes += v_groups * (24 * r + 320 * r.div_ceil(4) + 64 * r);
@@ -169,6 +177,7 @@ pub fn decode_key(
         alibi: problem.scores.alibi_slopes.is_some(),
         pools: layout.pools,
         view: layout.view,
+        centres: layout.centres,
         split: Split::Segment,
     };
     while key.rows > 1 && workgroup_bytes(&key) > shared_bytes {
@@ -213,6 +222,7 @@ mod tests {
             page_size: 64,
             pools: 1,
             view: false,
+            centres: false,
         };
         for (asked, rows) in [
             (0, 1),
@@ -246,11 +256,13 @@ mod tests {
         (problem.scores.softcap, problem.scores.alibi_slopes) = (Some(1.0), Some(vec![1.0; 64]));
         let mut longest = 0;
         for format in ["int4-g1", "int8-g32/int4-g8", "int4", "int4-r8-w4"] {
+            let format: KvFormat = format.parse().unwrap();
             let layout = KvLayout {
-                format: format.parse().unwrap(),
+                format,
                 page_size: 64,
                 pools: 8,
                 view: false,
+                centres: format.check_centres().is_ok(),
             };
             let key = decode_key(&problem, layout, 65536, &Tuning::default());
             for file in ["decode_split.wgsl", "decode_merge.wgsl"] {

@@ -134,6 +134,26 @@ block! {
 }
 
 block! {
+    /// The parameters of `centre.wgsl`.
+    CentreParams {
+        /// First tiles.
+        num_tiles: u32,
+        /// Workgroups in x.
+        grid_x: u32,
+        /// KV heads.
+        num_kv_heads: u32,
+        /// Pages in one buffer of the pool.
+        pages_per_pool: u32,
+        /// As in [`DecodeParams`].
+        round_up: f32,
+        /// As in [`DecodeParams`].
+        round_down: f32,
+        /// As in [`DecodeParams`].
+        zero: u32,
+    }
+}
+
+block! {
     /// The parameters of `check_arithmetic.wgsl`: those that `arithmetic.wgsl` reads.
     ArithmeticParams {
         /// As in [`DecodeParams`].

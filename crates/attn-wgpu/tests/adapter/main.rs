@@ -1,5 +1,6 @@
 //! What only an adapter can show. Without one all of it is ignored with the reason, or fails under `ATTN_REQUIRE`.
 
+mod centres;
 mod hostile;
 mod lost;
 mod native;
@@ -16,6 +17,7 @@ fn main() -> ExitCode {
     let arguments = Arguments::from_args();
     let mut trials = Trials::new("wgpu", WgpuBackend::open());
     for add in [
+        centres::add,
         hostile::add,
         lost::add,
         native::add,

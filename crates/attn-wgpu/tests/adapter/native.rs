@@ -29,7 +29,7 @@ pub fn buffer(backend: &WgpuBackend, bytes: u64, usage: Usage) -> wgpu::Buffer {
         })
 }
 
-fn upload(backend: &WgpuBackend, x: &[f32]) -> wgpu::Buffer {
+pub fn upload(backend: &WgpuBackend, x: &[f32]) -> wgpu::Buffer {
     let usage = Usage::STORAGE | Usage::COPY_DST;
     let buffer = buffer(backend, 4 * x.len() as u64, usage);
     let bytes: Vec<u8> = x.iter().flat_map(|x| x.to_le_bytes()).collect();
