@@ -71,9 +71,11 @@ fn a_constant_of_norm_605_costs_nothing(
     (softcap, has_sinks): (Option<f32>, bool),
 ) {
     let format: KvFormat = format.parse().unwrap();
-    let mut scores = ScoreModifiers::default();
-    scores.softcap = softcap;
-    scores.sinks = has_sinks.then(|| vec![7.0; HEADS.q]);
+    let scores = ScoreModifiers {
+        softcap,
+        sinks: has_sinks.then(|| vec![7.0; HEADS.q]),
+        ..ScoreModifiers::default()
+    };
     let error = |centres, norm| error(format, centres, norm, &scores);
     let (without, with) = (error(true, 0.0), error(true, 605.0));
     println!("{format}: {without:.4} without a constant, {with:.4} with one");

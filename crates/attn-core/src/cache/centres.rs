@@ -9,6 +9,9 @@ use crate::{
     segments::TILE,
 };
 
+/// Writes tokens to a store.
+type WriteTokens<'a> = dyn FnMut(&mut dyn PageStore, &[TokenWrite]) -> Result<(), Error> + 'a;
+
 /// Writes tokens to a layer with centres: those at position 0, which are first centres, those of first tiles, then the second centres of the tiles that are
 /// whole now, and all later tokens.
 pub(super) fn write_with_centres(
@@ -16,7 +19,7 @@ pub(super) fn write_with_centres(
     table: &PageTable,
     layer: usize,
     writes: &[TokenWrite],
-    write: &mut dyn FnMut(&mut dyn PageStore, &[TokenWrite]) -> Result<(), Error>,
+    write: &mut WriteTokens<'_>,
 ) -> Result<(), Error> {
     if writes.iter().all(|write| write.position >= TILE) {
         return write(store, writes);
