@@ -83,7 +83,8 @@ pub struct Bounds {
 /// many weights add like noise: at most 1.7e-2 in the table. The log-sum-exp sums weights before they are bytes: a score on the grid of 64ths errs by up to
 /// 2^-7 in base 2, 5.4e-3 in natural units, which shows whole where one token dominates; f16 adds 2^-11, 4.9e-4, and scores their last bits: 6.5e-4 of 10.
 ///
-/// With centres of K the score of the centre is on the grid, too: twice 2^-7, which of the first tile's tokens against all others is an error of weights.
+/// With centres of K the score of the centre is on the grid, too, and errs by 2^-17 of the products of query and centre, which cancel with those of query and
+/// key where scores are far smaller: 3e-3 of 10.
 ///
 /// *Float on the CPU*: a dot product of D terms errs by √D·2^-24 of its terms, amplified by scores of some tens: 3e-5.
 ///
@@ -104,7 +105,7 @@ pub fn bounds(backend: &dyn DecodeAttention, case: &Case) -> Bounds {
     let is_fast = case.problem.may_use_floats(case.format);
     let lse = match (k.is_integer(), bf16) {
         (true, _) if is_fast => 2e-3,
-        (true, _) if case.format.is_integer() && case.centres => 1.2e-3,
+        (true, _) if case.format.is_integer() && case.centres => 3e-3,
         (true, _) if case.format.is_integer() => 6.5e-4,
         (true, _) => 1e-4,
         (false, false) => 5e-4,
