@@ -1,7 +1,7 @@
 //! One attention on a GPU: the lists that its launch reads, K and V in pages or as a view's rows, and the launch. Its other rows lie on the device:
 //! callers with rows in host memory copy them there first.
 
-use attn_core::{CacheLayer, Error, PageStore, PageTable, Problem};
+use attn_core::{CacheLayer, Error, PageStore, PageTable, Problem, error::refuse};
 
 use crate::{
     call_memory::CallMemory,
@@ -53,8 +53,16 @@ impl AttentionKv<'_> {
         problem: &Problem,
     ) -> Result<Self, Error> {
         let config = layer.cache().config();
+        if store.centres().is_some() {
+            let allowed = "a cache without centres of K, or backend \"cpu\"";
+            return refuse(
+                "cache to attend",
+                format_args!("one with centres of K"),
+                allowed,
+            );
+        }
         Ok(AttentionKv::Pages {
-            pool: store.pages(layer.index(), store.pages_to_read()),
+            pool: store.pool(layer.index(), store.pages_to_read()),
             tensor_scales: store.tensor_scale_addresses(layer.index()),
             tables: DeviceTables::of_cache(problem, table, config, store.num_pages())?,
         })

@@ -146,6 +146,7 @@ impl DeviceSteps for CudaSteps {
         let store = self.gpu.own_store(store)?;
         self.check_layout(store)?;
         let slots = store.slots(layer, writes, kv.map(|rows| rows.shape()))?;
+        let rows = rows.skip_tokens(slots.tokens.start);
         self.gpu.device.bind()?;
         // SAFETY: the stream is one of `CudaMemory`s, whose makers have promised that it is alive and of the device's context, which is current.
         unsafe { self.memory.begin(stream) }?;

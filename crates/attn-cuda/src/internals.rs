@@ -10,6 +10,7 @@ pub use crate::{
     error::failed,
     images::image,
     native::{
+        centre::{CentreArgs, tiles_list},
         launch_plan::LaunchPlan,
         query_blocks::PlanKind,
         read::{ReadArgs, check_native, prepare_read},

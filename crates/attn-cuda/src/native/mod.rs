@@ -38,6 +38,7 @@
 //! ```
 
 pub(crate) mod append;
+pub(crate) mod centre;
 mod check;
 pub(crate) mod copy_pages;
 mod decode;
@@ -79,7 +80,7 @@ pub use list_blocks::ListBlocksArgs;
 pub use merge_spans::MergeSpansArgs;
 pub use merge_states::MergeStatesArgs;
 pub use op::{Op, Prepared};
-pub(crate) use op::{enqueue, prepare_op};
+pub(crate) use op::{enqueue, enqueue_as, prepare_op};
 pub use pages::Pages;
 pub(crate) use query_blocks::PlanKind;
 pub use rotary::{RotaryArgs, RotaryQueries};
