@@ -117,6 +117,20 @@ impl Centres {
         refuse("sequence", given, "a sequence of the cache")
     }
 
+    /// Whose centres each of the first `batch` listed sequences has, as launches read it. Refuses a sequence that there are no centres of.
+    pub(crate) fn rows_of(&self, sequences: &[usize], batch: usize) -> Result<Vec<u32>, Error> {
+        let Some(listed) = sequences.get(..batch) else {
+            let given = sequences.len();
+            let planned = batch;
+            return Err(Error::Batch { planned, given });
+        };
+        let row = |sequence: &usize| {
+            self.check_sequence(*sequence)?;
+            Ok(*sequence as u32)
+        };
+        listed.iter().map(row).collect()
+    }
+
     /// Copies a sequence's centres in a layer to the host.
     pub(crate) fn read(&self, of: [usize; 2], out: &mut [u8]) -> Result<(), Error> {
         let device = &self.gpu.device;

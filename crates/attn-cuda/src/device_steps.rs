@@ -1,8 +1,8 @@
 //! Calls over a [`KvCache`] whose rows lie in the GPU's memory, on the caller's stream: the host keeps pages and lengths, and no row leaves the device.
 
 use attn_core::{
-    Attended, CacheAccess, CacheConfig, DeviceResults, DeviceRows, DeviceSteps, Dtype, Error,
-    KEPT_PLANS, KvCache, PageLayout, PageStore, Problem, Recent, TokenWrite, events,
+    Arithmetic, Attended, CacheAccess, CacheConfig, DeviceResults, DeviceRows, DeviceSteps, Dtype,
+    Error, KEPT_PLANS, KvCache, PageLayout, PageStore, Problem, Recent, TokenWrite, events,
     segments::SPAN_TOKENS,
 };
 use attn_kernels::cuda::KvLayout;
@@ -102,8 +102,12 @@ impl CudaSteps {
         &mut self,
         kind: PlanKind,
         config: &CacheConfig,
-        planned: Problem,
+        mut planned: Problem,
     ) -> Result<NativePlan, Error> {
+        if config.centres {
+            // Fast launches dequantize pages, and know no centres.
+            planned.scores.arithmetic = Arithmetic::Exact;
+        }
         let device = &self.gpu.device;
         self.plans.get_or_make((kind, planned), |(kind, planned)| {
             let layout = KvLayout::Pages(config.page_size);

@@ -11,6 +11,7 @@ pub use crate::{
     images::image,
     native::{
         centre::{CentreArgs, tiles_list},
+        decode_args::CentresArgs,
         launch_plan::LaunchPlan,
         query_blocks::PlanKind,
         read::{ReadArgs, check_native, prepare_read},

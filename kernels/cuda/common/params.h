@@ -75,11 +75,13 @@ struct DecodeParams {
     unsigned int span_rows;                    // ATTN_SPANS: rows of a span in partial_o and partial_max_sum, which then are the caller's, [span][row].
     const int* tokens_after;                   // ATTN_SPANS: i32 [batch], tokens of each sequence that follow those of kv_lens in other shards; null for none.
     const int* tokens_before;                  // ATTN_SPANS: i32 [batch], tokens of each sequence that lie in shards ahead; null for none.
+    const unsigned short* centres;             // Pages: centres of K, [sequence][num_kv_heads][2][head_dim] in bf16, which its rows lack; null: none.
+    const unsigned int* centre_rows;           // With centres: u32 [batch], the sequence of the centres that each sequence has.
     int rounds_queries;                        // many_rows.cu, pages of dequantize.cu: whether queries are rounded to f16, as K was; f32 queries are the sum of two f16 elsewhere.
     int fine_window;                           // many_rows.cu, pages of dequantize.cu: tiles that a row reads with residuals; 0: none.
     unsigned int fine_pages;                   // many_rows.cu, pages of dequantize.cu: from a tile's page to that with residuals.
 };
-static_assert(sizeof(DecodeParams) == 408, "params.rs");
+static_assert(sizeof(DecodeParams) == 424, "params.rs");
 
 // Parameters of `query_blocks.cu`.
 struct QueryBlocksParams {
@@ -199,7 +201,7 @@ struct DequantizeParams {
     int num_blocks;                            // Entries of the step's query_blocks.
     unsigned int residual_ring;                // Entries of `residual_table` per sequence, but for the first: a power of two.
 };
-static_assert(sizeof(DequantizeParams) == 456, "params.rs");
+static_assert(sizeof(DequantizeParams) == 472, "params.rs");
 
 // Parameters of `copy_pages.cu`.
 struct CopyPagesParams {

@@ -134,6 +134,10 @@ blocks! {
         tokens_after: u64 = "const int*",
         /// ATTN_SPANS: i32 [batch], tokens of each sequence that lie in shards ahead; null for none.
         tokens_before: u64 = "const int*",
+        /// Pages: centres of K, [sequence][num_kv_heads][2][head_dim] in bf16, which its rows lack; null: none.
+        centres: u64 = "const unsigned short*",
+        /// With centres: u32 [batch], the sequence of the centres that each sequence has.
+        centre_rows: u64 = "const unsigned int*",
         /// many_rows.cu, pages of dequantize.cu: whether queries are rounded to f16, as K was; f32 queries are the sum of two f16 elsewhere.
         rounds_queries: i32 = "int",
         /// many_rows.cu, pages of dequantize.cu: tiles that a row reads with residuals; 0: none.
