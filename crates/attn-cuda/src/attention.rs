@@ -8,8 +8,8 @@ use crate::{
     device::Device,
     device_tables::DeviceTables,
     native::{
-        self, DecodeArgs, DeviceAddress, DeviceKv, Dtype, NativePlan, PagedSequences, Pages,
-        SpansArgs, Stream, alibi_slopes_log2, launch_decode_as,
+        self, Beside, CentresArgs, DecodeArgs, DeviceAddress, DeviceKv, Dtype, NativePlan,
+        PagedSequences, Pages, SpansArgs, Stream, alibi_slopes_log2, launch_decode_as,
     },
     sizes,
     staged_view::StagedView,
@@ -36,6 +36,8 @@ pub(crate) enum AttentionKv<'a> {
         pool: Pages,
         tensor_scales: [DeviceAddress; 2],
         tables: DeviceTables,
+        /// Of K, which its rows lack: those of all sequences in the layer, and which of them each sequence has. Of a cache with centres.
+        centres: Option<(DeviceAddress, Vec<u32>)>,
     },
     /// A view's rows in host memory, which the caller copies to the device ahead of the launch.
     View(StagedView<'a>),
@@ -45,7 +47,7 @@ impl AttentionKv<'_> {
     /// The sequences of a layer that `table` lists, in the pages of the layer's store.
     ///
     /// # Errors
-    /// Those of [`DeviceTables::of_cache`].
+    /// Those of [`DeviceTables::of_cache`]; [`Error::Parameter`] for a sequence that the store has no centres of.
     pub(crate) fn of_layer(
         store: &CudaPages,
         layer: CacheLayer<'_>,
@@ -54,9 +56,16 @@ impl AttentionKv<'_> {
     ) -> Result<Self, Error> {
         let config = layer.cache().config();
         Ok(AttentionKv::Pages {
-            pool: store.pages(layer.index(), store.pages_to_read()),
+            pool: store.pool(layer.index(), store.pages_to_read()),
             tensor_scales: store.tensor_scale_addresses(layer.index()),
             tables: DeviceTables::of_cache(problem, table, config, store.num_pages())?,
+            centres: match store.centres() {
+                Some(centres) => {
+                    let rows = centres.rows_of(&table.sequences, problem.batch())?;
+                    Some((centres.at(layer.index()), rows))
+                }
+                None => None,
+            },
         })
     }
 }
@@ -84,6 +93,7 @@ struct AttentionLists {
     lens: ListPlace,
     page_table: ListPlace,
     residual_pages: ListPlace,
+    centre_rows: ListPlace,
     query_blocks: ListPlace,
     slopes: ListPlace,
     sinks: ListPlace,
@@ -103,6 +113,13 @@ impl AttentionLists {
                 (tables, view.tensor_scales())
             }
         };
+        let centre_rows = match &of.kv {
+            AttentionKv::Pages {
+                centres: Some((_, rows)),
+                ..
+            } => &rows[..],
+            _ => &[],
+        };
         let slopes = alibi_slopes_log2(scores.alibi_slopes.as_deref().unwrap_or(&[]));
         // Sinks of shards belong to the merge.
         let sinks = scores.sinks.as_deref().filter(|_| of.rows.states.is_none());
@@ -111,6 +128,7 @@ impl AttentionLists {
             lens: all.add(&ints("kv_len", &problem.kv_lens)?)?,
             page_table: all.add(tables.map_or(&[], |tables| &tables.table))?,
             residual_pages: all.add(tables.map_or(&[], |tables| &tables.residuals))?,
+            centre_rows: all.add(centre_rows)?,
             query_blocks: all.add(of.plan.query_blocks())?,
             slopes: all.add(&slopes)?,
             sinks: all.add(sinks.unwrap_or(&[]))?,
@@ -183,11 +201,28 @@ impl Attention<'_> {
             max_sums,
             o,
         });
+        let centres = self.centres().map(|centres| CentresArgs {
+            centres,
+            rows: lists.centre_rows.at(base),
+        });
+        let beside = Beside {
+            spans: states.as_ref(),
+            centres: centres.as_ref(),
+            ..Beside::default()
+        };
         // SAFETY: this function's contract; lists and workspace are the calls' own, written ahead on the same stream. `DeviceTables` has compared every page with the pool and
-        // counted those of each sequence; imported ones are in order.
-        unsafe { launch_decode_as(device, plan, stream.raw(), &args, 0, states.as_ref()) }?;
+        // counted those of each sequence, and `Centres::rows_of` every sequence with the centres; imported pages are in order.
+        unsafe { launch_decode_as(device, plan, stream.raw(), &args, &beside) }?;
         memory.left_zero(plan.zeroed_bytes());
         Ok(())
+    }
+
+    /// The centres of K of all sequences.
+    fn centres(&self) -> Option<DeviceAddress> {
+        match &self.kv {
+            AttentionKv::Pages { centres, .. } => centres.as_ref().map(|(at, _)| *at),
+            AttentionKv::View(_) => None,
+        }
     }
 
     /// K and V on the device, which has the lists from `base` on; brings a view that is not read in place into its pages.
@@ -206,6 +241,7 @@ impl Attention<'_> {
                 pool,
                 tensor_scales,
                 tables,
+                ..
             } => {
                 return Ok(DeviceKv::Paged(lists.paged(
                     base,

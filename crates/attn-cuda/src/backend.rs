@@ -3,8 +3,8 @@
 use std::sync::{Arc, Mutex, PoisonError};
 
 use attn_core::{
-    CacheConfig, DecodeAttention, DecodeStep, DeviceInfo, DeviceSteps, Dtype, Error, KvCache,
-    KvFormat, KvMemory, PageStore, Plan, Problem, StepInputs, StepOutputs, Unsupported,
+    Arithmetic, CacheConfig, DecodeAttention, DecodeStep, DeviceInfo, DeviceSteps, Dtype, Error,
+    KvCache, KvFormat, KvMemory, PageStore, Plan, Problem, StepInputs, StepOutputs, Unsupported,
     grid::GridCheck,
 };
 use attn_kernels::cuda::KvLayout;
@@ -36,7 +36,14 @@ impl CudaBackend {
         let (planned, problem) = (self.planned(step.plan())?, step.problem());
         let mut parts = Parts::default();
         let (layout, kv) = self.kv(step, &mut parts)?;
-        let plan = planned.native(layout, step.plan())?;
+        let has_centres = matches!(
+            &kv,
+            AttentionKv::Pages {
+                centres: Some(_),
+                ..
+            }
+        );
+        let plan = planned.native(layout, has_centres, step.plan())?;
         let q = step.q().packed(0..problem.query_tokens())?;
         let mut out = out.packed()?;
         check_lengths(problem, &q, out.as_mut_slice(), lse.as_deref())?;
@@ -124,21 +131,33 @@ impl CudaBackend {
 /// The launches of a plan.
 struct Planned {
     device: Arc<Device>,
-    by_layout: Mutex<Vec<(KvLayout, Arc<NativePlan>)>>,
+    /// By the layout of K and V, and whether the answer is exact whatever the problem allows.
+    by_layout: Mutex<Vec<((KvLayout, bool), Arc<NativePlan>)>>,
 }
 
 impl Planned {
-    /// The launch for K and V that lie so, prepared where it is the first.
-    fn native(&self, layout: KvLayout, plan: &Plan) -> Result<Arc<NativePlan>, Error> {
+    /// The launch for K and V that lie so, prepared where it is the first. With centres of K it is exact: fast launches dequantize pages, and know no centres.
+    fn native(
+        &self,
+        layout: KvLayout,
+        has_centres: bool,
+        plan: &Plan,
+    ) -> Result<Arc<NativePlan>, Error> {
+        let is_exact = has_centres && plan.problem().scores.arithmetic != Arithmetic::Exact;
+        let key = (layout, is_exact);
         let known = self.by_layout.lock();
         let mut known = known.unwrap_or_else(PoisonError::into_inner);
-        if let Some((_, native)) = known.iter().find(|(of, _)| *of == layout) {
+        if let Some((_, native)) = known.iter().find(|(of, _)| *of == key) {
             return Ok(native.clone());
         }
-        let (problem, format) = (plan.problem(), plan.format());
-        let native = native::prepare(PlanKind::Known, &self.device, problem, format, layout)?;
+        let mut problem = plan.problem().clone();
+        if is_exact {
+            problem.scores.arithmetic = Arithmetic::Exact;
+        }
+        let (kind, format) = (PlanKind::Known, plan.format());
+        let native = native::prepare(kind, &self.device, &problem, format, layout)?;
         let native = Arc::new(native);
-        known.push((layout, native.clone()));
+        known.push((key, native.clone()));
         Ok(native)
     }
 }
@@ -214,7 +233,7 @@ impl DecodeAttention for CudaBackend {
         };
         let plan = Plan::new(BACKEND, problem, format, planned)?;
         // Pages of other sizes and contiguous caches are prepared by their first step.
-        self.planned(&plan)?.native(USUAL, &plan)?;
+        self.planned(&plan)?.native(USUAL, false, &plan)?;
         Ok(plan)
     }
 

@@ -1,8 +1,8 @@
 //! Calls over a [`KvCache`] whose rows lie in the GPU's memory, on the caller's stream: the host keeps pages and lengths, and no row leaves the device.
 
 use attn_core::{
-    Attended, CacheAccess, CacheConfig, DeviceResults, DeviceRows, DeviceSteps, Dtype, Error,
-    KEPT_PLANS, KvCache, PageLayout, PageStore, Problem, Recent, TokenWrite, events,
+    Arithmetic, Attended, CacheAccess, CacheConfig, DeviceResults, DeviceRows, DeviceSteps, Dtype,
+    Error, KEPT_PLANS, KvCache, PageLayout, PageStore, Problem, Recent, TokenWrite, events,
     segments::SPAN_TOKENS,
 };
 use attn_kernels::cuda::KvLayout;
@@ -102,8 +102,12 @@ impl CudaSteps {
         &mut self,
         kind: PlanKind,
         config: &CacheConfig,
-        planned: Problem,
+        mut planned: Problem,
     ) -> Result<NativePlan, Error> {
+        if config.centres {
+            // Fast launches dequantize pages, and know no centres.
+            planned.scores.arithmetic = Arithmetic::Exact;
+        }
         let device = &self.gpu.device;
         self.plans.get_or_make((kind, planned), |(kind, planned)| {
             let layout = KvLayout::Pages(config.page_size);
@@ -146,6 +150,7 @@ impl DeviceSteps for CudaSteps {
         let store = self.gpu.own_store(store)?;
         self.check_layout(store)?;
         let slots = store.slots(layer, writes, kv.map(|rows| rows.shape()))?;
+        let rows = rows.skip_tokens(slots.tokens.start);
         self.gpu.device.bind()?;
         // SAFETY: the stream is one of `CudaMemory`s, whose makers have promised that it is alive and of the device's context, which is current.
         unsafe { self.memory.begin(stream) }?;

@@ -10,6 +10,8 @@ pub use crate::{
     error::failed,
     images::image,
     native::{
+        centre::{CentreArgs, tiles_list},
+        decode_args::CentresArgs,
         launch_plan::LaunchPlan,
         query_blocks::PlanKind,
         read::{ReadArgs, check_native, prepare_read},

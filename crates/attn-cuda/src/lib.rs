@@ -10,6 +10,7 @@
 mod attention;
 mod backend;
 mod call_memory;
+mod centres;
 mod device;
 mod device_steps;
 mod device_tables;

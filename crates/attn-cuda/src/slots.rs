@@ -1,9 +1,12 @@
 //! Where the tokens of an append go: the slot and the residual page of each, as `append.cu` reads them.
 
+use std::ops::Range;
+
 use attn_core::{
     Error, PageLayout, TokenWrite, Window,
     cache::{check_writes, tokens_of},
-    error::refuse,
+    centres::centre_of,
+    error::{refuse, reserve},
 };
 
 use crate::staging::{ListPlace, Lists};
@@ -12,46 +15,104 @@ use crate::staging::{ListPlace, Lists};
 #[derive(Debug)]
 pub(crate) struct Slots {
     pub(crate) lists: Lists,
-    /// i64 of each token: its page · page_size + its place in the page.
+    /// i64 of each token: its page · page_size + its place in the page; −1 for one that is not written.
     pub(crate) slots: ListPlace,
     /// u32 of each token: the residual page of its page, or `u32::MAX`; empty where no scheme has a window.
     pub(crate) residual_pages: ListPlace,
-    pub(crate) tokens: usize,
+    /// u32 of each token: twice its sequence, and 1 more where the second centre of K is taken off; empty without centres.
+    pub(crate) centre_rows: ListPlace,
+    /// Whether the tokens make their sequences' first centres.
+    pub(crate) makes_centres: bool,
+    /// The tokens of K and V, from the first to the last one that is written.
+    pub(crate) tokens: Range<usize>,
 }
 
 impl Slots {
-    /// The slots of writes to a pool of `num_pages`. K and V have the shapes `rows`, and a row for each write, in order.
+    /// The slots of writes to a pool of `num_pages`, in the order of their rows, of which K and V have the shapes `rows`. `sequences`: those that there are centres
+    /// of, of a cache that has some.
     ///
     /// # Errors
-    /// Those of [`tokens_of`] and [`check_writes`]; [`Error::Parameter`] for rows in another order; [`Error::OutOfMemory`].
+    /// Those of [`tokens_of`] and [`check_writes`]; [`Error::Parameter`] for rows in another order, a sequence without centres, and tokens at position 0 among
+    /// others where there are centres; [`Error::OutOfMemory`].
     pub(crate) fn new(
         layout: &PageLayout,
         num_pages: usize,
         writes: &[TokenWrite],
         rows: [[usize; 3]; 2],
+        sequences: Option<usize>,
     ) -> Result<Self, Error> {
-        let tokens = tokens_of(layout, rows)?;
-        check_writes(layout, num_pages, writes, tokens)?;
-        let mut places = writes.iter().enumerate();
-        if let Some((at, write)) = places.find(|(at, write)| write.source != *at) {
-            let given = format_args!("{} of write {at}", write.source);
-            return refuse("source of a token", given, "the number of its write");
+        let given = tokens_of(layout, rows)?;
+        check_writes(layout, num_pages, writes, given)?;
+        let mut pairs = writes.windows(2);
+        if let Some(pair) = pairs.find(|pair| pair[0].source >= pair[1].source) {
+            let given = format_args!("{} behind {}", pair[1].source, pair[0].source);
+            return refuse(
+                "source of a token",
+                given,
+                "writes in the order of the rows",
+            );
         }
-        let page_size = layout.page_size() as i64;
-        let slot = |w: &TokenWrite| i64::from(w.page) * page_size + w.token as i64;
-        let residual = |w: &TokenWrite| w.residual_page.unwrap_or(u32::MAX);
+        let tokens = match (writes.first(), writes.last()) {
+            (Some(first), Some(last)) => first.source..last.source + 1,
+            _ => 0..0,
+        };
+        let makes_centres = match sequences {
+            Some(sequences) => check_centres(writes, sequences)?,
+            None => false,
+        };
+        let count = |needed: bool| if needed { tokens.len() } else { 0 };
         let has_window = layout.format().window() != Window::None;
-        let with_residuals = if has_window { writes } else { &[] };
+        let mut slots = filled(tokens.len(), -1i64)?;
+        let mut residuals = filled(count(has_window), u32::MAX)?;
+        let mut centres = filled(count(sequences.is_some()), 0u32)?;
+        for write in writes {
+            let at = write.source - tokens.start;
+            slots[at] = i64::from(write.page) * layout.page_size() as i64 + write.token as i64;
+            if let (Some(to), Some(page)) = (residuals.get_mut(at), write.residual_page) {
+                *to = page;
+            }
+            if let Some(to) = centres.get_mut(at) {
+                *to = (2 * write.sequence + centre_of(write.position)) as u32;
+            }
+        }
         let mut lists = Lists::default();
-        let slots: Vec<i64> = writes.iter().map(slot).collect();
-        let residual_pages: Vec<u32> = with_residuals.iter().map(residual).collect();
         Ok(Slots {
             slots: lists.add(&slots)?,
-            residual_pages: lists.add(&residual_pages)?,
+            residual_pages: lists.add(&residuals)?,
+            centre_rows: lists.add(&centres)?,
+            makes_centres,
             lists,
-            tokens: writes.len(),
+            tokens,
         })
     }
+}
+
+/// A list of so many equal numbers.
+fn filled<T: Clone>(len: usize, value: T) -> Result<Vec<T>, Error> {
+    let mut list = Vec::new();
+    reserve("an append's lists", &mut list, len)?;
+    list.resize(len, value);
+    Ok(list)
+}
+
+/// Whether the writes make their sequences' first centres, as all do or none.
+fn check_centres(writes: &[TokenWrite], sequences: usize) -> Result<bool, Error> {
+    if let Some(write) = writes.iter().find(|write| write.sequence >= sequences) {
+        let given = format_args!("{} of {sequences}", write.sequence);
+        return refuse(
+            "sequence to append to",
+            given,
+            "a sequence with centres of K",
+        );
+    }
+    let first = writes.iter().filter(|write| write.position == 0).count();
+    if first > 0 && first < writes.len() {
+        let given = format_args!("{first} of {} tokens", writes.len());
+        let allowed =
+            "calls of their own, since their keys are centres of K of the tokens behind them";
+        return refuse("tokens at position 0", given, allowed);
+    }
+    Ok(first > 0)
 }
 
 #[cfg(test)]
@@ -83,8 +144,17 @@ mod tests {
     }
 
     fn slots(layout: &PageLayout, writes: &[TokenWrite], rows: usize) -> Result<Slots, Error> {
+        centred(layout, writes, rows, None)
+    }
+
+    fn centred(
+        layout: &PageLayout,
+        writes: &[TokenWrite],
+        rows: usize,
+        sequences: Option<usize>,
+    ) -> Result<Slots, Error> {
         let [heads, dim] = LAYOUT;
-        Slots::new(layout, 32, writes, [[rows, heads, dim]; 2])
+        Slots::new(layout, 32, writes, [[rows, heads, dim]; 2], sequences)
     }
 
     /// The numbers of a list.
@@ -128,14 +198,45 @@ mod tests {
     fn rows_that_are_not_those_of_the_writes_are_refused() {
         let (layout, writes) = writes(KvFormat::INT8);
         // Rows behind those of the writes are not read.
-        assert_eq!(slots(&layout, &writes, 6).unwrap().tokens, 5);
+        assert_eq!(slots(&layout, &writes, 6).unwrap().tokens, 0..5);
         assert!(slots(&layout, &writes, 4).is_err());
         let mut swapped = writes.clone();
         swapped.swap(1, 2);
-        for other in [&swapped[..], &writes[1..]] {
-            let refused = slots(&layout, other, 5).unwrap_err();
-            let what = "source of a token";
-            assert!(matches!(refused, Error::Parameter { what: w, .. } if w == what));
-        }
+        let refused = slots(&layout, &swapped, 5).unwrap_err();
+        let what = "source of a token";
+        assert!(matches!(refused, Error::Parameter { what: w, .. } if w == what));
+    }
+
+    /// Kills slots in the order of the writes: rows between those that are written have none.
+    #[test]
+    fn rows_between_those_that_are_written_go_nowhere() {
+        let (layout, writes) = writes(KvFormat::INT4);
+        let some = [writes[1], writes[4]];
+        let made = slots(&layout, &some, 5).unwrap();
+        assert_eq!(made.tokens, 1..5);
+        let found = numbers(&made, made.slots, 4).into_iter();
+        let found: Vec<i64> = found.map(i64::from_le_bytes).collect();
+        let of = |w: &TokenWrite| i64::from(w.page) * 32 + w.token as i64;
+        assert_eq!(found, [of(&some[0]), -1, -1, of(&some[1])]);
+        assert!(slots(&layout, &[], 5).unwrap().tokens.is_empty());
+    }
+
+    #[test]
+    fn tokens_have_the_centre_of_their_position() {
+        let (layout, mut writes) = writes(KvFormat::INT8);
+        writes[2].position = 64;
+        // Tokens at position 0 make centres, in calls of their own.
+        assert!(centred(&layout, &writes, 5, Some(2)).is_err());
+        let behind = [&writes[..3], &writes[4..]].concat();
+        let made = centred(&layout, &behind, 5, Some(2)).unwrap();
+        let found = numbers(&made, made.centre_rows, 5).into_iter();
+        let found: Vec<u32> = found.map(u32::from_le_bytes).collect();
+        assert_eq!((found, made.makes_centres), (vec![0, 0, 1, 0, 2], false));
+        let first = centred(&layout, &writes[3..4], 5, Some(2)).unwrap();
+        assert!(first.makes_centres);
+        assert!(centred(&layout, &behind, 5, Some(1)).is_err());
+        let base = crate::handles::DeviceAddress::new(1);
+        let without = slots(&layout, &writes, 5).unwrap();
+        assert!(without.centre_rows.at(base).is_null() && !without.makes_centres);
     }
 }

@@ -3,17 +3,22 @@
 use std::{any::Any, ops::Range, sync::Arc};
 
 use attn_core::{
-    CacheAccess, CacheConfig, CacheLayer, Error, KvCache, PageLayout, PageStore, TokenWrite,
-    WideRows, cache::check_pages,
+    CacheAccess, CacheConfig, CacheLayer, Error, FirstTile, KvCache, PageLayout, PageStore,
+    TokenWrite, WideRows, cache::check_pages, error::refuse,
 };
+use attn_kernels::cuda::params::AppendParams;
 use cudarc::driver::{CudaSlice, DevicePtr};
 
 use crate::{
     call_memory::CallMemory,
+    centres::{Centres, no_centres},
     device::Device,
     error::{FOREIGN_CACHE, failed},
     gpu::CudaBackend,
-    native::{AppendShape, DeviceAddress, Dtype, KvRows, Pages, Prepared, SlotAppendArgs, Stream},
+    native::{
+        AppendShape, DeviceAddress, Dtype, KvRows, Pages, Prepared, SlotAppendArgs, Stream,
+        enqueue_as,
+    },
     slots::Slots,
     staging::Parts,
 };
@@ -32,6 +37,8 @@ pub struct CudaPages {
     tensor_scales: CudaSlice<f32>,
     num_scales: [usize; 2],
     append: Prepared<SlotAppendArgs>,
+    /// Of K, of a cache that has some.
+    centres: Option<Centres>,
 }
 
 fn check_layer(given: usize, count: usize) -> Result<(), Error> {
@@ -74,6 +81,10 @@ impl CudaPages {
             tensor_scales,
             num_scales: [&config.k_tensor_scales, &config.v_tensor_scales].map(Vec::len),
             append,
+            centres: match config.centres {
+                true => Some(Centres::new(gpu, config)?),
+                false => None,
+            },
         })
     }
 
@@ -99,13 +110,39 @@ impl CudaPages {
 
     /// The first `count` pages of a layer's pool, for native callers.
     ///
+    /// # Errors
+    /// [`Error::Parameter`] for a cache with centres of K, without which its pages mean nothing: native launches know none.
+    ///
     /// # Panics
     /// For a layer that the cache does not have.
-    #[must_use]
-    pub fn pages(&self, layer: usize, count: usize) -> Pages {
+    pub fn pages(&self, layer: usize, count: usize) -> Result<Pages, Error> {
+        match self.centres {
+            None => Ok(self.pool(layer, count)),
+            Some(_) => refuse(
+                "pages for native launches",
+                "those of a cache with centres of K, which native launches do not know",
+                "a cache without centres, or KvCache's own calls",
+            ),
+        }
+    }
+
+    /// The first `count` pages of a layer's pool.
+    ///
+    /// # Panics
+    /// For a layer that the cache does not have.
+    pub(crate) fn pool(&self, layer: usize, count: usize) -> Pages {
         assert!(self.has_layer(layer), "layer {layer} of {}", self.layers);
         let at = DeviceAddress::new(self.pool.device_ptr(&self.gpu.device.stream).0);
         Pages::new(at.offset(self.layer_start(layer)), &self.layout, count)
+    }
+
+    /// The centres of K, of a cache that has some.
+    pub(crate) fn centres(&self) -> Option<&Centres> {
+        self.centres.as_ref()
+    }
+
+    fn own_centres(&self) -> Result<&Centres, Error> {
+        self.centres().ok_or_else(no_centres)
     }
 
     /// Device addresses of a layer's static scales of K and V, null where the scheme has none.
@@ -150,13 +187,14 @@ impl CudaPages {
         rows: [[usize; 3]; 2],
     ) -> Result<Slots, Error> {
         check_layer(layer, self.layers)?;
-        Slots::new(&self.layout, self.num_pages, writes, rows)
+        let sequences = self.centres.as_ref().map(Centres::sequences);
+        Slots::new(&self.layout, self.num_pages, writes, rows, sequences)
     }
 
     /// Enqueues the writes of tokens to a layer: copies their slots, and launches one append.
     ///
     /// # Safety
-    /// - `slots` are this store's ([`CudaPages::slots`]) for K and V of the shapes of `rows`, which lie on the device as [`SlotAppendArgs`] asks.
+    /// - `slots` are this store's ([`CudaPages::slots`]); `rows` are K and V from the first of their tokens on, which lie on the device as [`SlotAppendArgs`] asks.
     /// - `stream` is one that [`CallMemory::slots`] takes.
     pub(crate) unsafe fn enqueue_writes(
         &self,
@@ -166,7 +204,7 @@ impl CudaPages {
         slots: &Slots,
         rows: KvRows,
     ) -> Result<(), Error> {
-        if slots.tokens == 0 {
+        if slots.tokens.is_empty() {
             return Ok(());
         }
         let device = &self.gpu.device;
@@ -174,16 +212,28 @@ impl CudaPages {
         let base = unsafe { memory.slots(device, &slots.lists, stream) }?;
         let args = SlotAppendArgs {
             rows,
-            pool: self.pages(layer, self.num_pages),
+            pool: self.pool(layer, self.num_pages),
             tensor_scales: self.tensor_scale_addresses(layer),
             slots: slots.slots.at(base),
             residual_pages: slots.residual_pages.at(base),
-            tokens: slots.tokens,
+            tokens: slots.tokens.len(),
             rotary: None,
         };
-        // SAFETY: pool and scales are this store's; `Slots::new` has compared pages, residual pages and tokens with the pool and the page, and the writes, which a cache
-        // makes, name each place once, a sequence's in order; the lists are copied ahead on the same stream; the rest is this function's contract.
-        unsafe { self.gpu.enqueue(&self.append, stream, &args) }
+        let centres = self.centres();
+        let centred = |params| AppendParams {
+            centres: centres.map_or(0, |centres| centres.at(layer).get()),
+            centre_rows: slots.centre_rows.at(base).get(),
+            makes_centres: i32::from(slots.makes_centres),
+            ..params
+        };
+        // SAFETY: pool, scales and centres are this store's; `Slots::new` has compared pages, residual pages, tokens and sequences with the pool, the page and the centres, and the
+        // writes, which a cache makes, name each place once, a sequence's in order; the lists are copied ahead on the same stream; the rest is this function's contract.
+        let append = || unsafe { enqueue_as(device, &self.append, stream.raw(), &args, centred) };
+        match centres {
+            None => append(),
+            // SAFETY: this function's contract.
+            Some(centres) => unsafe { centres.ordered(stream, append) },
+        }
     }
 }
 
@@ -235,10 +285,10 @@ impl PageStore for CudaPages {
         v: WideRows<'_>,
     ) -> Result<(), Error> {
         let slots = self.slots(layer, writes, [k.shape(), v.shape()])?;
-        if slots.tokens == 0 {
+        if slots.tokens.is_empty() {
             return Ok(());
         }
-        let tokens = 0..slots.tokens;
+        let tokens = slots.tokens.clone();
         let [k, v] = [k.packed(tokens.clone())?, v.packed(tokens)?];
         let mut parts = Parts::default();
         let at = [parts.add(&k)?, parts.add(&v)?];
@@ -307,6 +357,38 @@ impl PageStore for CudaPages {
             wait.finish()
         };
         copy().map_err(failed("writing pages"))
+    }
+
+    fn has_centres(&self) -> bool {
+        self.centres.is_some()
+    }
+
+    fn centre(&mut self, _: &CacheAccess, layer: usize, tiles: &[FirstTile]) -> Result<(), Error> {
+        check_layer(layer, self.layers)?;
+        let pool = self.pool(layer, self.num_pages);
+        // SAFETY: pool and centres are this store's and of one layout; whoever has the access is the cache, whose first tiles these are.
+        unsafe { self.own_centres()?.make(layer, (&self.layout, pool), tiles) }
+    }
+
+    fn read_centres(
+        &self,
+        _: &CacheAccess,
+        layer: usize,
+        sequence: usize,
+        out: &mut [u8],
+    ) -> Result<(), Error> {
+        self.own_centres()?.read([layer, sequence], out)
+    }
+
+    fn write_centres(
+        &mut self,
+        _: &CacheAccess,
+        layer: usize,
+        sequence: usize,
+        bytes: &[u8],
+    ) -> Result<(), Error> {
+        let centres = self.centres.as_mut().ok_or_else(no_centres)?;
+        centres.write([layer, sequence], bytes)
     }
 
     fn as_any(&self) -> &dyn Any {

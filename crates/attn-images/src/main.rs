@@ -30,6 +30,13 @@ fn add(all: &mut Vec<Instance>, problem: &Problem, format: KvFormat, layout: KvL
             page_size,
             rotary: false,
         });
+        if format.check_centres().is_ok() {
+            all.push(Instance::Centre {
+                format,
+                head_dim: problem.head_dim,
+                page_size,
+            });
+        }
     }
     if covered(format, layout).is_ok() {
         all.extend(Instance::all_decode(

@@ -96,6 +96,34 @@ template <class T> DEVICE T quad_sum(T x) {
     x += __shfl_xor_sync(~0u, x, 1);
     return x + __shfl_xor_sync(~0u, x, 2);
 }
+// ---- centres of K (section 12) ----
+
+// The two centres of a sequence and KV head, one behind the other; null where the launch knows none. Their lines are under way then.
+DEVICE const u16* find_centres(const DecodeParams& p, int sequence, int kv_head, int lane) {
+    if (!MAY_HAVE_CENTRES || !p.centres) return nullptr;
+    const u16* centres = centre_at<HEAD_DIM>(p.centres, p.centre_rows[sequence], p.num_kv_heads, kv_head);
+    constexpr int LINES = (4 * HEAD_DIM + 127) / 128;
+    if (lane < LINES) prefetch_line(centres + lane * 64);
+    return centres;
+}
+// What a row's scores count from on the grid where their tokens' keys lack the centre; x are the lane's elements of q'.
+DEVICE float score_base(const float (&x)[PANELS][4], const u16* centre, int lane) {
+    float sum[4] = {};
+#pragma unroll
+    for (int panel = 0; panel < PANELS; panel++) {
+        const uint2 c = *(const uint2*)(centre + panel * 16 + 4 * (lane % 4));
+        const u32 halves[4] = {c.x << 16, c.x & 0xffff0000, c.y << 16, c.y & 0xffff0000};
+#pragma unroll
+        for (int i = 0; i < 4; i++) sum[i] = fmaf(bits_float(float_bits(x[panel][i]) + 128 & ~255u), bits_float(halves[i]), sum[i]);
+    }
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        sum[i] = sum[i] + __shfl_xor_sync(~0u, sum[i], 2);
+        sum[i] = sum[i] + __shfl_xor_sync(~0u, sum[i], 1);
+    }
+    return SCORE_BASE + ((sum[0] + sum[2]) + (sum[1] + sum[3]));
+}
+
 // Loads this lane's elements of N rows: all of them, before one is used.
 template <int N> DEVICE void load_elements(const QueryRow (&rows)[N], int lane, float (&x)[N][PANELS][4]) {
     auto load = [&](auto narrow) {

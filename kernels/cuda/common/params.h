@@ -75,11 +75,13 @@ struct DecodeParams {
     unsigned int span_rows;                    // ATTN_SPANS: rows of a span in partial_o and partial_max_sum, which then are the caller's, [span][row].
     const int* tokens_after;                   // ATTN_SPANS: i32 [batch], tokens of each sequence that follow those of kv_lens in other shards; null for none.
     const int* tokens_before;                  // ATTN_SPANS: i32 [batch], tokens of each sequence that lie in shards ahead; null for none.
+    const unsigned short* centres;             // Pages: centres of K, [sequence][num_kv_heads][2][head_dim] in bf16, which its rows lack; null: none.
+    const unsigned int* centre_rows;           // With centres: u32 [batch], the sequence of the centres that each sequence has.
     int rounds_queries;                        // many_rows.cu, pages of dequantize.cu: whether queries are rounded to f16, as K was; f32 queries are the sum of two f16 elsewhere.
     int fine_window;                           // many_rows.cu, pages of dequantize.cu: tiles that a row reads with residuals; 0: none.
     unsigned int fine_pages;                   // many_rows.cu, pages of dequantize.cu: from a tile's page to that with residuals.
 };
-static_assert(sizeof(DecodeParams) == 408, "params.rs");
+static_assert(sizeof(DecodeParams) == 424, "params.rs");
 
 // Parameters of `query_blocks.cu`.
 struct QueryBlocksParams {
@@ -111,6 +113,8 @@ struct AppendParams {
     const long long* slots;                    // i64 [tokens]: where each token goes, page * page_size + token of the page, or negative for nowhere. Null: behind its sequence's tokens.
     const float* k_tensor_scales;              // f32 [num_kv_heads], or null.
     const float* v_tensor_scales;              // f32 [num_kv_heads], or null.
+    unsigned short* centres;                   // By slots: centres of K, [sequence][num_kv_heads][2][head_dim] in bf16, which are taken off its rows; null: none.
+    const unsigned int* centre_rows;           // With centres: u32 [tokens], twice the token's sequence, and 1 more behind its first tile.
     long long k_token_stride;                  // Elements from one token of K to the next.
     long long v_token_stride;                  // Elements from one token of V to the next.
     unsigned long long page_stride;            // Bytes from one page to the next.
@@ -132,9 +136,18 @@ struct AppendParams {
     int rotary_dim;                            // Elements of a head that are rotated, a multiple of 4.
     int cos_sin_dtype;                         // Number format of cos_sin: Dtype.
     int is_interleaved;                        // Whether pairs are neighbours; else half of rotary_dim lies between them.
-    unsigned int reserved;                     // Unused: the size is a multiple of 8.
+    int makes_centres;                         // With centres: whether the tokens are their sequences' first ones, whose rows make them.
 };
-static_assert(sizeof(AppendParams) == 200, "params.rs");
+static_assert(sizeof(AppendParams) == 216, "params.rs");
+
+// Parameters of `centre.cu`.
+struct CentreParams {
+    const unsigned char* pool;                 // Pages [page][kv_head][run].
+    unsigned short* centres;                   // Centres of K, [sequence][num_kv_heads][2][head_dim] in bf16: the first ones are read, the second ones written.
+    const unsigned int* tiles;                 // First tiles, u32 [9] of each: its sequence, up to four home pages, and their residual pages, which are not read where K keeps none.
+    unsigned long long page_stride;            // Bytes from one page to the next.
+};
+static_assert(sizeof(CentreParams) == 32, "params.rs");
 
 // Parameters of `import.cu`.
 struct ImportParams {
@@ -188,7 +201,7 @@ struct DequantizeParams {
     int num_blocks;                            // Entries of the step's query_blocks.
     unsigned int residual_ring;                // Entries of `residual_table` per sequence, but for the first: a power of two.
 };
-static_assert(sizeof(DequantizeParams) == 456, "params.rs");
+static_assert(sizeof(DequantizeParams) == 472, "params.rs");
 
 // Parameters of `copy_pages.cu`.
 struct CopyPagesParams {

@@ -249,6 +249,9 @@ DEVICE void replace_bits(u32* at, u32 kept, u32 x) {
     asm volatile("red.relaxed.gpu.global.or.b32 [%0], %1;" :: "l"(at), "r"(x) : "memory");
 }
 
+// Has a line of 128 bytes brought to L2.
+DEVICE void prefetch_line(const void* from) { asm volatile("prefetch.global.L2 [%0];" :: "l"(from)); }
+
 // A launch that may begin before the one ahead of it has ended waits here for its results.
 DEVICE void wait_for_dependencies() {
 #if ATTN_BULK

@@ -6,7 +6,8 @@
 //           loaded, and shared memory is not used. With several tokens a CTA owns a page of a head.
 // Instance  page/instance.cuh; ATTN_ROTARY: whether K is rotated by its position before it is encoded, and queries beside it.
 // Reads     k, v [token][num_kv_heads][head_dim], f32, f16 or bf16; kv_lens, which count the new tokens already, or slots; positions, cos_sin, q.
-// Writes    pool [page][kv_head][run]: home pages, and the residual pages of each sequence's first and last pages; q_out.
+//           By slots also the centres of K, of a cache that has some.
+// Writes    pool [page][kv_head][run]: home pages, and the residual pages of each sequence's first and last pages; q_out; first centres.
 // Numerics  page/token.cuh; compiled without contraction, subnormals kept.
 // Host      attn-cuda/src/native/append.rs; parameters in kernels/src/cuda/params.rs.
 #include "ops/rotary.cuh"
@@ -30,6 +31,7 @@ struct Place {
     int of_sequence;  // the token's number in its sequence; 0 where a slot says the place
     // Whether the token eight behind is stored by this launch, too: in the same page, and with residuals in the same one.
     bool joins_codes, joins_residuals;
+    u16* centre;  // of K, which is taken off the token's key; null: none
 };
 
 DEVICE Place place_of(const AppendParams& p, int b, u32 page, u32 t, int head, bool keeps_residuals) {
@@ -75,6 +77,9 @@ struct Key {
             if (!rotary.load_angles(p, to.of_sequence, lane)) return;
         k.widen();
         if constexpr (HAS_ROTARY) rotary.rotate(p, k, lane);
+        k.to_stored(lane);
+        if constexpr (Keys::MAY_HAVE_CENTRES)
+            if (to.centre) k.take_off(to.centre, p.makes_centres, lane);
         k.encode(scale_of(p.k_tensor_scales, head), lane);
         store_k(k, to, lane);
     }
@@ -86,6 +91,7 @@ template <class PlaceOf> DEVICE void append_v(const AppendParams& p, long long t
     const Place to = place();
     if (!to.run) return;
     v.widen();
+    v.to_stored(lane);
     v.encode(scale_of(p.v_tensor_scales, head), lane);
     store_v(v, to, lane);
 }
@@ -133,11 +139,18 @@ DEVICE void append_one(const AppendParams& p) {
 struct Slot {
     long long at;
     u32 residual_page;
+    u32 centre;  // of all sequences' centres; NO_PAGE without
 
-    static METHOD Slot load(const AppendParams& p, int token, bool has_window) { return {p.slots[token], has_window ? p.residual_pages[token] : NO_PAGE}; }
+    static METHOD Slot load(const AppendParams& p, int token, bool is_v) {
+        const bool has_window = is_v ? Values::WINDOW : Keys::WINDOW, has_centre = Keys::MAY_HAVE_CENTRES && !is_v && p.centres;
+        return {p.slots[token], has_window ? p.residual_pages[token] : NO_PAGE, has_centre ? p.centre_rows[token] : NO_PAGE};
+    }
     METHOD Place place(const AppendParams& p, int head) const {
         if (at < 0) return Place{};
-        return {run_of(p, (u32)(at / PAGE), head), residual_page != NO_PAGE ? run_of(p, residual_page, head) : nullptr, (u32)(at % PAGE), 0};
+        Place place = {run_of(p, (u32)(at / PAGE), head), residual_page != NO_PAGE ? run_of(p, residual_page, head) : nullptr, (u32)(at % PAGE), 0};
+        if (Keys::MAY_HAVE_CENTRES && centre != NO_PAGE)
+            place.centre = centre_at<HEAD_DIM>(p.centres, centre / 2, p.num_kv_heads, head) + centre % 2 * HEAD_DIM;
+        return place;
     }
 };
 
@@ -147,14 +160,14 @@ DEVICE void append_by_slots(const AppendParams& p) {
     const HeadOfWarp warp = HeadOfWarp::of(blockIdx.y);
     const int first = blockIdx.x, head = warp.head;
     if (head >= p.num_kv_heads) return;
-    const Slot slot = Slot::load(p, first, warp.is_v ? Values::WINDOW : Keys::WINDOW);
+    const Slot slot = Slot::load(p, first, warp.is_v);
     if (warp.is_v) {
         append_v(p, first, head, warp.lane, [&] { return slot.place(p, head); });
         return;
     }
     const int eighth = first + 8;
     const bool has_eighth = KToken::SHARES_BYTES && eighth < p.tokens;
-    const Slot behind = has_eighth ? Slot::load(p, eighth, Keys::WINDOW) : Slot{-1, NO_PAGE};
+    const Slot behind = has_eighth ? Slot::load(p, eighth, false) : Slot{-1, NO_PAGE, NO_PAGE};
     const bool goes = has_eighth && (!HAS_ROTARY || has_position(p, eighth, 0));
     Key key;
     key.load(p, first, head, warp.lane);
@@ -208,6 +221,7 @@ DEVICE void append_many(const AppendParams& p) {
         VToken v;
         load_v(p, v, j.token0 + t, j.head, j.lane);
         v.widen();
+        v.to_stored(j.lane);
         v.encode(scale, j.lane);
         store_v(v, j.at(t), j.lane);
     }

@@ -23,6 +23,8 @@ template <int SCHEME_, int GROUPS_, int WINDOW_, int DIM> struct SideOf {
     static constexpr bool HAS_PARAMS = param_bytes(SCHEME) > 0;
     static constexpr bool HAS_SHIFTS = SCHEME == INT4;               // a shift beside each scale
     static constexpr bool HAS_HALF_STEPS = SCHEME == ROTATED_INT4;  // codes count half steps
+    // Of K beside integers: whether rows may lack a centre, where that is rotated and the first tile is read finely.
+    static constexpr bool MAY_HAVE_CENTRES = SCHEME == ROTATED_INT8 || (SCHEME == ROTATED_INT4 && WINDOW > 0);
 
     // Bytes of so many tokens.
     static constexpr int codes(int tokens) { return tokens * DIM * BITS / 8; }
@@ -38,6 +40,11 @@ template <class K, class V, int TOKENS> struct RunOf {
     static constexpr int BYTES = V_PARAMS + V::params(TOKENS);
     static constexpr int V_RESIDUALS = K::residuals(TOKENS);
 };
+
+// A KV head's two centres, one behind the other, among those of all sequences [sequence][kv_head][2][DIM] in bf16.
+template <int DIM, class T> DEVICE T* centre_at(T* centres, u32 sequence, int num_kv_heads, int head) {
+    return centres + ((u64)sequence * (u32)num_kv_heads + (u32)head) * (2 * DIM);
+}
 
 // The byte of token t in the 16 bytes of a panel of 16 tokens of V: the order of an MMA's accumulators (slot order).
 constexpr u32 slot_of(u32 t) {

@@ -132,6 +132,11 @@ DEVICE u32 int4_param(float lo, float hi) { return half_quotient<15>(fminf(__fsu
 // A word of the low bytes of four words.
 DEVICE u32 low_bytes(u32 a, u32 b, u32 c, u32 d) { return __byte_perm(__byte_perm(a, b, 0x0040), __byte_perm(c, d, 0x0040), 0x5410); }
 
+// ---- centres of K (docs/arithmetic.md, section 12) ----
+
+// An element of a centre, as bf16 of at most 2^50.
+DEVICE u32 to_centre(float x) { return to_bf16(fminf(fmaxf(x, -0x1p50f), 0x1p50f)); }
+
 // ---- one token of one head ----
 
 DEVICE bool is_high(u32 t) { return t % 16 >= 8; }
@@ -300,9 +305,30 @@ template <int SCHEME, int GROUPS, bool COLUMNS> struct Token {
 #pragma unroll
             for (int k = 0; k < UNIT; k++) x[i][k] = element(i, k);
     }
-    // Encodes `x`.
-    METHOD void encode(float tensor_scale, int lane) {
+    // Turns `x` into the row to store, where the scheme is rotated.
+    METHOD void to_stored(int lane) {
         if constexpr (is_rotated(SCHEME)) rotate<false>(lane);
+    }
+    // Takes a centre off the row to store; `makes`: the row is the centre's own, which is stored, too. Lanes past the last unit do what that one's does.
+    METHOD void take_off(u16* centre, bool makes, int lane) {
+        static_assert(!COLUMNS, "rows of K");
+#pragma unroll
+        for (int i = 0; i < EACH; i++) {
+            uint2* const at = (uint2*)(centre + 4 * unit(i, lane));
+            uint2 c;
+            if (makes) {
+                c = {to_centre(x[i][0]) | to_centre(x[i][1 % UNIT]) << 16, to_centre(x[i][2 % UNIT]) | to_centre(x[i][3 % UNIT]) << 16};
+                *at = c;
+            } else {
+                c = *at;
+            }
+            const u32 halves[4] = {c.x << 16, c.x & 0xffff0000, c.y << 16, c.y & 0xffff0000};
+#pragma unroll
+            for (int k = 0; k < UNIT; k++) x[i][k] = x[i][k] - bits_float(halves[k]);
+        }
+    }
+    // Encodes the row to store.
+    METHOD void encode(float tensor_scale, int lane) {
         if constexpr (!HAS_PARAMS) {
 #pragma unroll
             for (int i = 0; i < EACH; i++)

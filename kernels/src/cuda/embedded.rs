@@ -29,6 +29,13 @@ pub fn common(arch: Arch) -> Vec<Instance> {
                     rotary,
                 });
             }
+            if format.check_centres().is_ok() {
+                all.push(Instance::Centre {
+                    format,
+                    head_dim,
+                    page_size: 64,
+                });
+            }
             for rows in [8, 16] {
                 let problem = Problem::new(
                     Heads {

@@ -37,6 +37,15 @@ pub enum Instance {
         /// Whether K and queries are rotated by their positions (`ATTN_ROTARY`).
         rotary: bool,
     },
+    /// `centre.cu`.
+    Centre {
+        /// Format of the cache.
+        format: KvFormat,
+        /// Elements per head.
+        head_dim: usize,
+        /// Tokens per page.
+        page_size: usize,
+    },
     /// `import.cu`.
     Import {
         /// Format of the cache.
@@ -234,6 +243,7 @@ impl Instance {
                 Kernel::ManyRows | Kernel::ManyRowsWhole => "attend/many_rows/many_rows.cu",
             },
             Instance::Append { .. } => "ops/append.cu",
+            Instance::Centre { .. } => "ops/centre.cu",
             Instance::Import { .. } => "ops/import.cu",
             Instance::Export { .. } => "ops/export.cu",
             Instance::Dequantize { .. } => "ops/dequantize.cu",
@@ -260,6 +270,7 @@ impl Instance {
         match self {
             Instance::Decode { .. } => "attn_decode",
             Instance::Append { .. } => "attn_append",
+            Instance::Centre { .. } => "attn_centre",
             Instance::Import { .. } => "attn_import",
             Instance::Export { .. } => "attn_export",
             Instance::Dequantize { .. } => "attn_dequantize",
@@ -340,7 +351,12 @@ impl Instance {
                 all.push(("ATTN_ROTARY", usize::from(rotary)));
                 all
             }
-            Instance::Import {
+            Instance::Centre {
+                format,
+                head_dim,
+                page_size,
+            }
+            | Instance::Import {
                 format,
                 head_dim,
                 page_size,

@@ -134,6 +134,10 @@ blocks! {
         tokens_after: u64 = "const int*",
         /// ATTN_SPANS: i32 [batch], tokens of each sequence that lie in shards ahead; null for none.
         tokens_before: u64 = "const int*",
+        /// Pages: centres of K, [sequence][num_kv_heads][2][head_dim] in bf16, which its rows lack; null: none.
+        centres: u64 = "const unsigned short*",
+        /// With centres: u32 [batch], the sequence of the centres that each sequence has.
+        centre_rows: u64 = "const unsigned int*",
         /// many_rows.cu, pages of dequantize.cu: whether queries are rounded to f16, as K was; f32 queries are the sum of two f16 elsewhere.
         rounds_queries: i32 = "int",
         /// many_rows.cu, pages of dequantize.cu: tiles that a row reads with residuals; 0: none.
@@ -189,6 +193,10 @@ blocks! {
         k_tensor_scales: u64 = "const float*",
         /// f32 [num_kv_heads], or null.
         v_tensor_scales: u64 = "const float*",
+        /// By slots: centres of K, [sequence][num_kv_heads][2][head_dim] in bf16, which are taken off its rows; null: none.
+        centres: u64 = "unsigned short*",
+        /// With centres: u32 [tokens], twice the token's sequence, and 1 more behind its first tile.
+        centre_rows: u64 = "const unsigned int*",
         /// Elements from one token of K to the next.
         k_token_stride: i64 = "long long",
         /// Elements from one token of V to the next.
@@ -231,8 +239,20 @@ blocks! {
         cos_sin_dtype: i32 = "int",
         /// Whether pairs are neighbours; else half of rotary_dim lies between them.
         is_interleaved: i32 = "int",
-        /// Unused: the size is a multiple of 8.
-        reserved: u32 = "unsigned int",
+        /// With centres: whether the tokens are their sequences' first ones, whose rows make them.
+        makes_centres: i32 = "int",
+    }
+
+    /// Parameters of `centre.cu`.
+    struct CentreParams {
+        /// Pages [page][kv_head][run].
+        pool: u64 = "const unsigned char*",
+        /// Centres of K, [sequence][num_kv_heads][2][head_dim] in bf16: the first ones are read, the second ones written.
+        centres: u64 = "unsigned short*",
+        /// First tiles, u32 [9] of each: its sequence, up to four home pages, and their residual pages, which are not read where K keeps none.
+        tiles: u64 = "const unsigned int*",
+        /// Bytes from one page to the next.
+        page_stride: u64 = "unsigned long long",
     }
 
     /// Parameters of `import.cu`.

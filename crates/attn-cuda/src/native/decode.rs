@@ -11,7 +11,7 @@ use cudarc::driver::sys;
 
 use super::{
     check::{Checked, check, check_kernel},
-    decode_args::{DecodeArgs, SpansArgs},
+    decode_args::{CentresArgs, DecodeArgs, SpansArgs},
     launch_plan::LaunchPlan,
     list_blocks::ListBlocksArgs,
     op::{self, Prepared, prepare_op},
@@ -155,7 +155,18 @@ pub(crate) fn prepare(
     })
 }
 
-/// Enqueues one decode. `appended`: new tokens of each sequence that an append enqueued just before writes; 0 behind anything else.
+/// What a decode has beside its arguments.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct Beside<'a> {
+    /// New tokens of each sequence that an append enqueued just before writes; 0 behind anything else.
+    pub(crate) appended: usize,
+    /// Where the states of spans go, in place of results.
+    pub(crate) spans: Option<&'a SpansArgs>,
+    /// What the cache's keys lack.
+    pub(crate) centres: Option<&'a CentresArgs>,
+}
+
+/// Enqueues one decode. `appended`: as [`Beside`] has it.
 ///
 /// # Safety
 /// Those of [`CudaBackend::decode_on`], with 0 tokens, or of [`CudaBackend::append_decode_on`]; the device's context is current.
@@ -166,22 +177,31 @@ pub(crate) unsafe fn launch_decode(
     args: &DecodeArgs,
     appended: usize,
 ) -> Result<(), Error> {
+    let beside = Beside {
+        appended,
+        ..Beside::default()
+    };
     // SAFETY: this function's contract.
-    unsafe { launch_decode_as(device, plan, stream, args, appended, None) }
+    unsafe { launch_decode_as(device, plan, stream, args, &beside) }
 }
 
 /// Launches a decode; with `spans`, a plan's launch leaves the states of its spans there.
 ///
 /// # Safety
-/// Those of [`launch_decode`], and with `spans` those of [`CudaBackend::attend_spans_on`].
+/// Those of [`launch_decode`], and with `spans` those of [`CudaBackend::attend_spans_on`]. With `centres`, on the device, every sequence of the problem has a row, and there are
+/// centres of that.
 pub(crate) unsafe fn launch_decode_as(
     device: &Device,
     plan: &NativePlan,
     stream: sys::CUstream,
     args: &DecodeArgs,
-    appended: usize,
-    spans: Option<&SpansArgs>,
+    beside: &Beside<'_>,
 ) -> Result<(), Error> {
+    let Beside {
+        appended,
+        spans,
+        centres,
+    } = *beside;
     if plan.launch_plan.leaves_spans() != spans.is_some() {
         let given = match spans {
             Some(_) => "a plan whose launches finish their rows",
@@ -197,6 +217,9 @@ pub(crate) unsafe fn launch_decode_as(
     if let Some(spans) = spans {
         let launch_plan = &plan.launch_plan;
         params = launch_plan.spans_params(&plan.problem, spans, params)?;
+    }
+    if let Some(centres) = centres {
+        params = plan.launch_plan.centres_params(centres, params)?;
     }
     if !plan.layout.is_rows() {
         // Blocks end before the sequence does: their launch waits for all of the append.
@@ -364,7 +387,11 @@ impl CudaBackend {
         args: &DecodeArgs,
         to: &SpansArgs,
     ) -> Result<(), Error> {
+        let beside = Beside {
+            spans: Some(to),
+            ..Beside::default()
+        };
         // SAFETY: this function's contract.
-        unsafe { launch_decode_as(&self.device, plan, stream.raw(), args, 0, Some(to)) }
+        unsafe { launch_decode_as(&self.device, plan, stream.raw(), args, &beside) }
     }
 }

@@ -61,6 +61,15 @@ pub fn alibi_slopes_log2(slopes: &[f32]) -> Vec<f32> {
     slopes.iter().map(|slope| slope * LOG2_E).collect()
 }
 
+/// Centres of K that the rows of a cache lack: those of a [`KvCache`](attn_core::KvCache) on the device. Native callers' caches have none.
+#[derive(Debug, Clone, Copy)]
+pub struct CentresArgs {
+    /// bf16 `[sequence][num_kv_heads][2][head_dim]` of a layer.
+    pub centres: DeviceAddress,
+    /// u32 `[batch]`: the sequence of the centres that each sequence of the problem has.
+    pub rows: DeviceAddress,
+}
+
 /// Where the states of a shard's spans go, as [`SpanStates`](attn_core::SpanStates) holds them: `spans` is [`NativePlan::spans`](crate::native::NativePlan::spans), rows are query tokens
 /// times query heads.
 #[derive(Debug, Clone, Copy)]

@@ -22,6 +22,16 @@ pub struct KvRows {
 }
 
 impl KvRows {
+    /// The rows behind so many tokens.
+    pub(crate) fn skip_tokens(self, tokens: usize) -> Self {
+        let skip = |stride: usize| tokens * stride * self.dtype.bytes();
+        KvRows {
+            k: self.k.offset(skip(self.k_token_stride)),
+            v: self.v.offset(skip(self.v_token_stride)),
+            ..self
+        }
+    }
+
     /// The strides of K and V as kernels take them.
     pub(super) fn token_strides(&self) -> [i64; 2] {
         sizes::strides([self.k_token_stride, self.v_token_stride])

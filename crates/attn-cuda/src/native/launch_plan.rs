@@ -3,8 +3,8 @@
 mod limits;
 
 use attn_core::{
-    Error, KvFormat, PageLayout, Problem, Unsupported, arithmetic::LOG2_E, layout::Side,
-    segments::num_spans,
+    Error, KvFormat, PageLayout, Problem, Unsupported, arithmetic::LOG2_E, error::refuse,
+    layout::Side, segments::num_spans,
 };
 
 use attn_kernels::cuda::{
@@ -17,7 +17,7 @@ use attn_kernels::cuda::{
 
 use self::limits::{MOST_WORK, check_counts, check_work, work};
 use super::{
-    decode_args::{DecodeArgs, SpansArgs},
+    decode_args::{CentresArgs, DecodeArgs, SpansArgs},
     dequantize::Dequantized,
     dtype,
     kv::check_scale_address,
@@ -310,6 +310,27 @@ impl LaunchPlan {
             span_rows: sizes::int("rows", p.rows())? as u32,
             tokens_before: to.tokens_before.get(),
             tokens_after: to.tokens_after.get(),
+            ..params
+        })
+    }
+
+    /// The parameters of a launch over a cache with centres of K, from those that [`LaunchPlan::params`] gives.
+    ///
+    /// # Errors
+    /// [`Error::Parameter`] for a format whose caches have none, and a plan whose launches attend what its keys dequantize to, without their centres.
+    pub fn centres_params(
+        &self,
+        of: &CentresArgs,
+        params: DecodeParams,
+    ) -> Result<DecodeParams, Error> {
+        self.format.check_centres()?;
+        if self.dequantized.is_some_and(|pages| !pages.are_integers()) {
+            let given = format_args!("a plan of Arithmetic::Fast over a cache with centres of K");
+            return refuse("plan", given, "one of Arithmetic::Exact");
+        }
+        Ok(DecodeParams {
+            centres: of.centres.get(),
+            centre_rows: of.rows.get(),
             ..params
         })
     }

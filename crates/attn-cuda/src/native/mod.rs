@@ -38,10 +38,11 @@
 //! ```
 
 pub(crate) mod append;
+pub(crate) mod centre;
 mod check;
 pub(crate) mod copy_pages;
 mod decode;
-mod decode_args;
+pub(crate) mod decode_args;
 pub(crate) mod dequantize;
 mod dtype;
 pub(crate) mod export;
@@ -66,7 +67,8 @@ pub use attn_kernels::cuda::KvLayout;
 pub use check::Checked;
 pub use copy_pages::CopyPagesArgs;
 pub use decode::NativePlan;
-pub(crate) use decode::{launch_decode_as, prepare};
+pub(crate) use decode::{Beside, launch_decode_as, prepare};
+pub(crate) use decode_args::CentresArgs;
 pub use decode_args::{DecodeArgs, SpansArgs, alibi_slopes_log2};
 pub use dtype::Dtype;
 pub use export::ExportArgs;
@@ -79,7 +81,7 @@ pub use list_blocks::ListBlocksArgs;
 pub use merge_spans::MergeSpansArgs;
 pub use merge_states::MergeStatesArgs;
 pub use op::{Op, Prepared};
-pub(crate) use op::{enqueue, prepare_op};
+pub(crate) use op::{enqueue, enqueue_as, prepare_op};
 pub use pages::Pages;
 pub(crate) use query_blocks::PlanKind;
 pub use rotary::{RotaryArgs, RotaryQueries};

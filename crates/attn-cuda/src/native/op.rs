@@ -230,7 +230,7 @@ mod tests {
     use super::*;
     use crate::native::{
         AppendArgs, AppendShape, CopyPagesArgs, ExportArgs, ImportArgs, ListBlocksArgs,
-        MergeSpansArgs, MergeStatesArgs, SlotAppendArgs, read::ReadArgs,
+        MergeSpansArgs, MergeStatesArgs, SlotAppendArgs, centre::CentreArgs, read::ReadArgs,
     };
 
     /// Whether the text of every kernel of the op declares an entry that takes its parameter block, and nothing else.
@@ -257,6 +257,7 @@ mod tests {
         };
         takes_its_block::<AppendArgs>(appends);
         takes_its_block::<SlotAppendArgs>(appends);
+        takes_its_block::<CentreArgs>(layout);
         takes_its_block::<ExportArgs>(layout);
         takes_its_block::<ImportArgs>(plain);
         takes_its_block::<CopyPagesArgs>(());

@@ -1,7 +1,7 @@
 //! The pages of a cache of the CPU as launches take them: the pool, with gaps, and the tables.
 
 use anyhow::{Context, Result};
-use attn_core::{HostPages, KvCache, PageLayout, PageTable};
+use attn_core::{CacheConfig, HostPages, KvCache, PageLayout, PageTable};
 use attn_cuda::native::{DeviceAddress, PagedSequences, Pages};
 
 /// Bytes between pages.
@@ -47,7 +47,11 @@ pub struct Tables {
 impl Tables {
     /// Tables for sequences of up to `reach` tokens and more. Dropped pages, and their residual pages, are the page behind the pool's.
     pub fn new(cache: &KvCache, slots: usize, reach: usize) -> Self {
-        let (config, table) = (cache.config(), cache.table());
+        Tables::of(cache.config(), cache.table(), slots, reach)
+    }
+
+    /// The same of some of a cache's sequences.
+    pub fn of(config: &CacheConfig, table: &PageTable, slots: usize, reach: usize) -> Self {
         let longest = table.pages.iter().map(Vec::len).max().unwrap_or(0);
         let stride = longest.max(reach.div_ceil(config.page_size)).max(1);
         let batch = table.pages.len();

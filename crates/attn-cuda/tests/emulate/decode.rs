@@ -1,5 +1,7 @@
 //! Decode: the integer cases of the conformance table and random shapes, to the bit, and float formats in `many_rows.cu`, within bounds.
 
+mod centred;
+mod inputs;
 mod shapes;
 
 use std::sync::Arc;
@@ -13,13 +15,12 @@ use attn_conformance::{
     table,
     trials::COLUMNS,
 };
-use attn_core::{KvCache, KvMemory, KvSource, Scheme, StridedRows};
-use attn_cpu::CpuBackend;
+use attn_core::{DecodeAttention, KvMemory, KvSource, Scheme, StridedRows};
+use attn_cpu::{CpuBackend, Reference};
 use attn_cuda::{
     internals::{LaunchPlan, PlanKind},
     native::{
         DecodeArgs, DeviceAddress, DeviceKv, Dtype, Grid, KvLayout, ListBlocksArgs, ViewRows,
-        alibi_slopes_log2,
     },
 };
 use attn_kernels::cuda::{
@@ -28,12 +29,12 @@ use attn_kernels::cuda::{
 
 use libtest_mimic::Trial;
 
-use self::shapes::{chosen, short_ones};
-use crate::{
-    Kernels, address, numbers,
-    paged_rows::PagedRows,
-    pages::{Tables, padded, padded_at, pool_of},
+use self::{
+    centred::{Centred, centred_shapes},
+    inputs::{Inputs, aligned},
+    shapes::{chosen, short_ones},
 };
+use crate::{Kernels, address, numbers, paged_rows::PagedRows, pages::padded_at};
 
 /// Tiles times heads and row blocks that one shape may have: seconds, as every lane of every warp is a fiber.
 const LARGEST: usize = 160;
@@ -45,70 +46,6 @@ const LONG: usize = 3000;
 const REACH: usize = 100_000;
 /// Query tokens that a plan for any lengths has beside those of a step.
 const SPARE_TOKENS: usize = 37;
-
-/// Kernels load queries and store results by 16 bytes.
-fn aligned(bytes: &[u8]) -> Vec<u128> {
-    let mut words = vec![0; bytes.len().div_ceil(16)];
-    bytemuck::cast_slice_mut(&mut words)[..bytes.len()].copy_from_slice(bytes);
-    words
-}
-
-/// Inputs of a launch beside the queries, and its workspace.
-struct Inputs {
-    /// The cache's pages, and one of zeros.
-    pool: Vec<u128>,
-    lens: Vec<i32>,
-    /// The page tables of a cache.
-    tables: Tables,
-    slopes: Vec<f32>,
-    workspace: Vec<u64>,
-    workspace_at: usize,
-}
-
-impl Inputs {
-    fn new(case: &Case, cache: Option<&KvCache>, plan: &LaunchPlan, reach: usize) -> Result<Self> {
-        // NaN wherever the kernel should not look; counters, or partials, are zero.
-        let mut workspace = vec![u64::MAX; plan.workspace_bytes() / 8 + 32];
-        let workspace_at = workspace.as_ptr().expose_provenance().next_multiple_of(256);
-        let first = (workspace_at - workspace.as_ptr().addr()) / 8;
-        workspace[first..first + plan.zeroed_bytes() / 8].fill(0);
-        let slots = case
-            .format
-            .residual_slots(case.page_size, case.config().max_q_len);
-        let pages_of = |cache: &KvCache| {
-            let layout = cache.layout();
-            let size = layout.page_bytes();
-            let mut all = [pool_of(cache)?, &vec![0; size]].concat();
-            // What the last pages leave unwritten holds anything: here NaN, as a code or a scale.
-            for (own, len) in cache.table().pages.iter().zip(&case.problem.kv_lens) {
-                if let (Some(page), 1..) = (own.last(), len % case.page_size) {
-                    let at = *page as usize * size;
-                    let mut written = vec![0xff; size];
-                    layout.canonical(&mut written, len % case.page_size, false)?;
-                    let bytes = all[at..at + size].iter_mut().zip(written);
-                    bytes.for_each(|(byte, written)| *byte |= !written);
-                }
-            }
-            anyhow::Ok(aligned(&padded(&all, layout)))
-        };
-        let tables = cache.map(|cache| Tables::new(cache, slots, reach));
-        Ok(Inputs {
-            pool: cache.map(pages_of).transpose()?.unwrap_or_default(),
-            lens: case.problem.kv_lens.iter().map(|&len| len as i32).collect(),
-            tables: tables.unwrap_or_default(),
-            slopes: alibi_slopes_log2(case.problem.scores.alibi_slopes.as_deref().unwrap_or(&[])),
-            workspace,
-            workspace_at,
-        })
-    }
-
-    fn is_zeroed(&self, plan: &LaunchPlan) -> bool {
-        let first = (self.workspace_at - self.workspace.as_ptr().addr()) / 8;
-        self.workspace[first..][..plan.zeroed_bytes() / 8]
-            .iter()
-            .all(|&x| x == 0)
-    }
-}
 
 /// The kernel that a job is to have.
 fn prefers(kernel: KernelChoice) -> Preferences {
@@ -128,6 +65,8 @@ struct Job {
     layout: KvLayout,
     arch: Arch,
     plan: LaunchPlan,
+    /// Where the shape's cache has centres of K.
+    centred: Option<Centred>,
 }
 
 impl Job {
@@ -177,6 +116,7 @@ impl Job {
             layout,
             arch,
             plan,
+            centred: None,
         }))
     }
 
@@ -200,6 +140,7 @@ impl Job {
             layout,
             arch: Arch::Sm90a,
             plan,
+            centred: None,
         })
     }
 
@@ -234,16 +175,26 @@ impl Job {
         let contiguous = self.case.is_view().then(|| self.case.contiguous());
         let view = contiguous.as_ref().map(|c| c.view(&self.case.problem));
         let view = view.transpose()?;
-        let cache = match view {
-            None => Some(self.case.built(cpu)?),
-            Some(_) => None,
+        let cache = match (&view, &self.centred) {
+            (Some(_), _) => None,
+            (None, None) => Some(self.case.built(cpu)?),
+            (None, Some(centred)) => Some(centred.built(&self.case)?),
         };
-        let source = match (&cache, &view) {
-            (Some(cache), _) => KvSource::Cache(cache),
-            (None, Some(view)) => KvSource::View(view),
-            (None, None) => unreachable!("what is no view has a cache"),
+        let sequences = match (&cache, &self.centred) {
+            (Some(cache), Some(centred)) => Some(cache.sequences(centred.order)?),
+            _ => None,
         };
-        let inputs = Inputs::new(&self.case, cache.as_ref(), &self.plan, self.reach)?;
+        let source = match (&sequences, &cache, &view) {
+            (Some(sequences), ..) => KvSource::Sequences(sequences),
+            (None, Some(cache), _) => KvSource::Cache(cache),
+            (None, None, Some(view)) => KvSource::View(view),
+            (None, None, None) => unreachable!("what is no view has a cache"),
+        };
+        let inputs = Inputs::new(&self.case, source, &self.plan, self.reach)?;
+        let expected: &dyn DecodeAttention = match &self.centred {
+            Some(_) => &Reference::new(),
+            None => cpu,
+        };
         // Twice, the second time in the first one's workspace.
         let has_f16 = self.case.q().iter().all(|x| x.abs() <= 65504.0);
         let narrow = if has_f16 && self.case.seed.is_multiple_of(2) {
@@ -253,7 +204,10 @@ impl Job {
         };
         for dtype in [Dtype::F32, narrow] {
             let q = numbers::rounded(dtype, &self.case.q());
-            let want = decode_rows(cpu, &self.case, &q, source)?;
+            let want = decode_rows(expected, &self.case, &q, source)?;
+            if let Some(centred) = &self.centred {
+                centred.check(&want.1)?;
+            }
             let [out, got_lse] = self.emulate(kernels, source, &inputs, &q, dtype)?;
             let found = match self.case.format.is_integer() {
                 _ if self.is_fast() => {
@@ -407,7 +361,10 @@ impl Job {
             sinks: some(case.problem.scores.sinks.as_deref().unwrap_or(&[])),
             workspace: DeviceAddress::new(inputs.workspace_at as u64),
         };
-        let params = plan.params(&case.problem, &args)?;
+        let mut params = plan.params(&case.problem, &args)?;
+        if let Some(centres) = &inputs.centres {
+            params = plan.centres_params(&centres.args(), params)?;
+        }
         let (made, params) = plan.dequantize_params(&args, params);
         if let (Some(made), Some(pages)) = (made, &plan.dequantized) {
             let Grid { ctas, threads } = pages.grid();
@@ -535,6 +492,7 @@ pub fn trials(kernels: &Arc<Kernels>, size: Size, count: u64, seed: u64) -> Resu
                 .push(Job::of_long_plan(case.clone(), prefers(kernel))?);
         }
     }
+    shapes.add_centred(centred_shapes())?;
     println!(
         "decode: {} shapes of floats, or too large to emulate, are left to GPUs",
         shapes.left
@@ -561,7 +519,8 @@ pub fn trials(kernels: &Arc<Kernels>, size: Size, count: u64, seed: u64) -> Resu
             Some(_) => " dequantized",
             None => "",
         };
-        let how = format!("decode {kernel:?}{made}{arch}{layout}{kind}{reach}: ");
+        let centred = job.centred.as_ref().map_or("", |_| " centred");
+        let how = format!("decode {kernel:?}{made}{centred}{arch}{layout}{kind}{reach}: ");
         let name = format!("{how}{}", job.case.label(COLUMNS - how.len()));
         Trial::test(name, move || match job.differs(&cpu, &kernels) {
             Ok(None) => Ok(()),

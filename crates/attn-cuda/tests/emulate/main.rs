@@ -17,6 +17,7 @@ mod rotary;
 mod shards;
 
 mod append;
+mod centres;
 mod decode;
 mod grid_functions;
 mod headers;
@@ -220,6 +221,7 @@ fn entry(instance: Instance) -> [String; 5] {
     let params = match instance {
         Instance::Decode { .. } => "DecodeParams",
         Instance::Append { .. } => "AppendParams",
+        Instance::Centre { .. } => "CentreParams",
         Instance::Import { .. } => "ImportParams",
         Instance::Export { .. } => "ExportParams",
         Instance::Dequantize { .. }
@@ -280,6 +282,7 @@ fn trials() -> Result<Vec<Trial>> {
     };
     let kernels = Arc::new(Kernels::new()?);
     let mut all = append::trials(&kernels);
+    all.extend(centres::trials(&kernels));
     all.extend(transfer::trials(&kernels));
     all.extend(query_blocks::trials(&kernels));
     all.extend(grid_functions::trials(&kernels));

@@ -8,7 +8,7 @@ use attn_core::{
     DeviceSteps, Dtype, Error, Heads, KvCache, KvFormat, KvSource, Problem, Rows, RowsMut, Scheme,
     SpansStep,
 };
-use attn_cpu::CpuBackend;
+use attn_cpu::{CpuBackend, Reference};
 use attn_cuda::{CudaBackend, CudaMemory, internals::context};
 use cudarc::driver::CudaSlice;
 
@@ -45,7 +45,7 @@ fn rows(seed: u64, layer: usize, tokens: usize) -> [Vec<f32>; 2] {
 /// One cache on each device with the same tokens, and what its steps on the GPU keep.
 struct Pair<'a> {
     gpu: &'a CudaBackend,
-    cpu: CpuBackend,
+    cpu: Box<dyn DecodeAttention>,
     there: KvCache,
     here: KvCache,
     steps: Box<dyn DeviceSteps>,
@@ -178,19 +178,26 @@ impl Pair<'_> {
 
     fn compare_bytes(&self) -> Result<()> {
         for sequence in 0..3 {
-            let [there, here] = [&self.there, &self.here].map(|cache| cache.read_back(sequence));
-            ensure!(there? == here?, "bytes of sequence {sequence}");
+            let [there, here] = [&self.there, &self.here].map(|cache| cache.image(sequence));
+            let (there, here) = (there?, here?);
+            let same = there.as_bytes() == here.as_bytes();
+            ensure!(same, "bytes of sequence {sequence}");
         }
         Ok(())
     }
 }
 
-fn layers(gpu: &CudaBackend, format: KvFormat) -> Result<()> {
+/// With centres of K the specification's scalar program stands for the CPU.
+fn layers(gpu: &CudaBackend, format: KvFormat, centres: bool) -> Result<()> {
     let config = CacheConfig::builder(format, HEADS)
         .unit_tensor_scales()
-        .layers(LAYERS);
+        .layers(LAYERS)
+        .centres(centres);
     let config = config.sequences(3).max_len(400).build();
-    let cpu = CpuBackend::new();
+    let cpu: Box<dyn DecodeAttention> = match centres {
+        true => Box::new(Reference::new()),
+        false => Box::new(CpuBackend::new()),
+    };
     let there = gpu.create_cache(&config)?;
     let mut pair = Pair {
         gpu,
@@ -238,9 +245,13 @@ fn layers(gpu: &CudaBackend, format: KvFormat) -> Result<()> {
 /// Adds the tests of this file.
 pub fn add(mut trials: Trials<CudaBackend>) -> Trials<CudaBackend> {
     for format in ["int8", "int4"] {
-        let name = format!("native: {format}, layers of a cache in steps of the device's rows");
-        let format: KvFormat = format.parse().expect("a format's name");
-        trials = trials.test(name, move |gpu| passes(layers(gpu, format)));
+        for centres in [false, true] {
+            let what = if centres { " with centres of K" } else { "" };
+            let name =
+                format!("native: {format}, layers of a cache{what} in steps of the device's rows");
+            let format: KvFormat = format.parse().expect("a format's name");
+            trials = trials.test(name, move |gpu| passes(layers(gpu, format, centres)));
+        }
     }
     trials
 }

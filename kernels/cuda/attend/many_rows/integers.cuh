@@ -39,6 +39,7 @@ struct IntegerTiles : Warpgroup {
 #pragma unroll
         for (int h = 0; h < THREAD_ROWS; h++) from[h] = query_row(p, range, range.kv_head, first_row + lane / 4 + 8 * h);
         load_elements(from, lane, elements);
+        const u16* centres = find_centres(p, query_block(p, range.b).sequence, range.kv_head, lane);
 #pragma unroll
         for (int h = 0; h < THREAD_ROWS; h++) {
             float (&x)[PANELS][4] = elements[h];
@@ -53,6 +54,11 @@ struct IntegerTiles : Warpgroup {
                 sts32(queries + (panel * 64 + 16 * warp + 8 * h + lane / 4) * 16 + 4 * (lane % 4), word);
             }
             rows.sum[h] = Keys::HAS_SHIFTS || Keys::HAS_HALF_STEPS ? quad_sum(sum) : 0;
+#pragma unroll
+            for (int c = 0; c < 2; c++) {
+                rows.base[c][h] = SCORE_BASE;
+                if (MAY_HAVE_CENTRES && centres) rows.base[c][h] = score_base(x, centres + c * HEAD_DIM, lane);
+            }
         }
         fence_async();
         barrier_of<128>(WARPGROUP_BARRIER + warpgroup);
@@ -72,7 +78,7 @@ struct IntegerTiles : Warpgroup {
     }
     // Scores from sums of integers. Without soft cap and slopes they still are to be multiplied by the row's scale.
     METHOD void find_scores(const int (&sums)[SUMS_OF_TILE], int index, const KeyParams& k, float (&s)[SUMS_OF_TILE]) const {
-        const bool have_steps = changes_scores(p);
+        const bool are_whole = changes_scores(p), have_centres = MAY_HAVE_CENTRES && p.centres;
         int bias[2] = {};
 #pragma unroll
         for (int h = 0; h < THREAD_ROWS; h++) {
@@ -89,9 +95,11 @@ struct IntegerTiles : Warpgroup {
                 float x = (float)sum;
                 if (Keys::SCHEME != INT8_TENSOR) x = x * k.scale[j][e];
                 if (Keys::HAS_SHIFTS) x = x + (float)rows.sum[h] * k.shift[j][e];
-                s[4 * j + n] = have_steps ? x * rows.scale[h] : x;
+                if (are_whole) x = x * rows.scale[h];
+                if (are_whole && have_centres) x = x + (rows.base_of(h, index) - SCORE_BASE);
+                s[4 * j + n] = x;
             }
-        if (have_steps) modify_scores(s, index);
+        if (are_whole) modify_scores(s, index);
     }
 
     // What a tile's weights leave for its values.
@@ -105,12 +113,12 @@ struct IntegerTiles : Warpgroup {
     METHOD void weigh_tile(float (&s)[SUMS_OF_TILE], int index, u32 params, Weighed& w) {
         bool full = rows.see_all(index * TILE);
         if (!full) each_hidden(index, [&](int i) { s[i] = MINUS_INFINITY; });
-        float step[2], base[2], sum[2];
+        float step[2], grid[2], base[2], sum[2];
         if (GRIDS_SCALES) grid_scales(params, full);
-        enter_tile(s, w, step, base);
+        enter_tile(s, w, index, step, grid, base);
 #pragma unroll
         for (int i = 0; i < SUMS_OF_TILE; i++)
-            if (is_of_row(i)) s[i] = exp2_of_point(fmaf(s[i], step[i / 2 % 2], SCORE_BASE) - base[i / 2 % 2]);
+            if (is_of_row(i)) s[i] = exp2_of_point(fmaf(s[i], step[i / 2 % 2], grid[i / 2 % 2]) - base[i / 2 % 2]);
         if (!full) each_hidden(index, [&](int i) { s[i] = 0.0f; });
         sum_weights(s, sum);
         float largest[2] = {0.0f, 0.0f};
@@ -147,9 +155,9 @@ struct IntegerTiles : Warpgroup {
 #pragma unroll
             for (int h = 0; h < THREAD_ROWS; h++) w.sum[h] = quad_sum(w.sum[h]);
     }
-    // Folds a tile's exponents into the state's, by its largest scores; a row's scores then count from `base` after a multiplication by `step`. Scores
-    // beyond the grid's range become differences from their largest, rounded up.
-    METHOD void enter_tile(float (&s)[SUMS_OF_TILE], Weighed& w, float (&step)[2], float (&base)[2]) {
+    // Folds a tile's exponents into the state's, by its largest scores; a row's scores then count from `base` after a multiplication by `step` and
+    // with `grid` added. Scores beyond the grid's range become differences from their largest, rounded up.
+    METHOD void enter_tile(float (&s)[SUMS_OF_TILE], Weighed& w, int index, float (&step)[2], float (&grid)[2], float (&base)[2]) {
         float largest[2], exponent[2];
         bool far[2] = {};
 #pragma unroll
@@ -157,7 +165,8 @@ struct IntegerTiles : Warpgroup {
             step[h] = changes_scores(p) ? 1.0f : rows.scale[h];
             largest[h] = row_max(s, h);
             // The largest score is that of the largest number: rounding keeps the order.
-            float top = fmaf(largest[h], step[h], SCORE_BASE), ceil = grid_ceil(top);
+            grid[h] = changes_scores(p) ? SCORE_BASE : rows.base_of(h, index);
+            float top = fmaf(largest[h], step[h], grid[h]), ceil = grid_ceil(top);
             bool some = largest[h] > MINUS_INFINITY;
             far[h] = some && !is_near(top);
             base[h] = ceil + WEIGHT_SHIFT;
@@ -167,10 +176,12 @@ struct IntegerTiles : Warpgroup {
 #pragma unroll
             for (int h = 0; h < THREAD_ROWS; h++) {
                 if (!far[h]) continue;
-                float ceil = ceilf(largest[h] * step[h]);
+                const float of_centre = grid[h] - SCORE_BASE;
+                float ceil = ceilf(largest[h] * step[h] + of_centre);
 #pragma unroll
-                for (int i = 2 * h; i < SUMS_OF_TILE; i += i % 2 == 0 ? 1 : 3) s[i] = fmaxf(s[i] * step[h] - ceil, -65536.0f);
+                for (int i = 2 * h; i < SUMS_OF_TILE; i += i % 2 == 0 ? 1 : 3) s[i] = fmaxf((s[i] * step[h] + of_centre) - ceil, -65536.0f);
                 step[h] = 1.0f;
+                grid[h] = SCORE_BASE;
                 base[h] = SCORE_BASE + WEIGHT_SHIFT;
                 exponent[h] = ceil + WEIGHT_SHIFT;
             }

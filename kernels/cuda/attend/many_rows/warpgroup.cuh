@@ -31,8 +31,11 @@ struct ThreadRows {
     int position[2], tile[2];
     float slope[2];
     float scale[2];  // of scores
+    float base[2][2];  // what scores count from on the grid: of the first tile, and of all later ones
     int sum[2];      // Q, of queries in integers
 
+    // Of a tile's scores.
+    METHOD float base_of(int h, int index) const { return !MAY_HAVE_CENTRES ? SCORE_BASE : index == 0 ? base[0][h] : base[1][h]; }
     METHOD bool sees(int h, int t) const { return t >= start[h] && t < end[h]; }
     METHOD bool see_all(int t0, int tokens = TILE) const {
         bool full = true;

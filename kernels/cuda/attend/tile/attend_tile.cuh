@@ -25,13 +25,14 @@ DEVICE void attend_tile(const DecodeParams& p, const TileOf& tile, const ItemRow
     SideParams<Keys::SCHEME, RowScales> k = {at.k.at + Stage::K_CODES, Stage::K_STRIDE, {p.k_scales, p.k_scale_strides, tile.sequence, tile.kv_head, t0}};
     tile_scores(at, k, item.q, team, [&](int g, int e) { return tile.is_first || rows.tile[g][e] < tile.index + Keys::WINDOW; }, s);
     next = reader.keys_are_read(next, tile.residuals);
-    if constexpr (HAS_SCORE_MODS) apply_score_mods(p, item, first, s);
+    const ScoreBases bases = ScoreBases::of_tile(item.q, tile.index == 0);
+    if constexpr (HAS_SCORE_MODS) apply_score_mods(p, item, bases, first, s);
     bool full = rows.see_all(t0);
     Hidden hidden = mask(rows, first, full, s);
     float tops[ROW_GROUPS][2];
     row_max(s, team.lane, tops);
     team.share_largest(tops);
-    const Exponents exponents = find_exponents(tops, item.q.scale, changes_scores(p), s);
+    const Exponents exponents = find_exponents(tops, item.q.scale, bases, changes_scores(p), s);
     weigh_scores(s, full, hidden, exponents);
     team.publish_weights(s);
     wait_values(next, tile.residuals, at);

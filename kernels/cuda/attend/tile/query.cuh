@@ -13,9 +13,25 @@ struct Query {
     // pairs of dims, then the second part; pairs start at 4·(lane%4) + {0, 2}, or of 16-bit K at 2·(lane%4) + {0, 8}.
     u32 word[ROW_GROUPS][PANELS][INTEGER ? 1 : 4];
     float scale[ROW_GROUPS][2];  // the step of the lane's columns
+    // What their scores count from on the grid: of the first tile, and of all later ones.
+    float base[2][ROW_GROUPS][2];
     // Σ over the dims of a group of K, where its codes or shifts need it.
     int sum[ROW_GROUPS][Keys::GROUPS][2];
     float float_sum[ROW_GROUPS][Keys::GROUPS][2];
+};
+
+// What the scores of a tile count from on the grid, by row group and column.
+struct ScoreBases {
+    float of[ROW_GROUPS][2];
+
+    DEVICE ScoreBases of_tile(const Query& q, bool is_first) {
+        ScoreBases bases;
+#pragma unroll
+        for (int g = 0; g < ROW_GROUPS; g++)
+#pragma unroll
+            for (int e = 0; e < 2; e++) bases.of[g][e] = !MAY_HAVE_CENTRES ? SCORE_BASE : is_first ? q.base[0][g][e] : q.base[1][g][e];
+        return bases;
+    }
 };
 
 constexpr int LENGTH = PANELS / Keys::GROUPS;  // panels of a quantization group of K
@@ -26,10 +42,12 @@ DEVICE void of_columns(float x, int lane, float (&columns)[2]) {
     for (int e = 0; e < 2; e++) columns[e] = __shfl_sync(~0u, x, 4 * (2 * (lane % 4) + e));
 }
 
-DEVICE float load_row(const QueryRow& row, int lane, float (&x)[PANELS][4]) {
+// `loading()` is called once the row's loads are under way.
+template <class Loading> DEVICE float load_row(const QueryRow& row, int lane, float (&x)[PANELS][4], Loading loading) {
     const QueryRow rows[1] = {row};
     float elements[1][PANELS][4];
     load_elements(rows, lane, elements);
+    loading();
 #pragma unroll
     for (int panel = 0; panel < PANELS; panel++)
 #pragma unroll
@@ -53,6 +71,15 @@ DEVICE void quantize(Query& q, int g, const float (&x)[PANELS][4], float largest
             q.sum[g][group][0] = c.x[0];
             q.sum[g][group][1] = c.x[1];
         }
+    }
+}
+
+// Section 12: what a row's scores count from; `centres` may be null.
+DEVICE void find_bases(Query& q, int g, const float (&x)[PANELS][4], const u16* centres, int lane) {
+#pragma unroll
+    for (int c = 0; c < 2; c++) {
+        q.base[c][g][0] = q.base[c][g][1] = SCORE_BASE;
+        if (MAY_HAVE_CENTRES && centres) of_columns(score_base(x, centres + c * HEAD_DIM, lane), lane, q.base[c][g]);
     }
 }
 

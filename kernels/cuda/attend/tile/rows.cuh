@@ -48,9 +48,12 @@ template <class Item> DEVICE Rows seen_rows(const DecodeParams& p, const Item& i
 template <class Item> DEVICE void load_query(const DecodeParams& p, const Item& item, int kv_head, int warp_row, int lane, Query& q) {
 #pragma unroll
     for (int g = 0; g < ROW_GROUPS; g++) {
-        float x[PANELS][4], largest = load_row(query_row(p, item, kv_head, warp_row + g * 8 + lane / 4), lane, x);
+        const u16* centres = nullptr;
+        auto loading = [&] { centres = find_centres(p, query_block(p, item.b).sequence, kv_head, lane); };
+        float x[PANELS][4], largest = load_row(query_row(p, item, kv_head, warp_row + g * 8 + lane / 4), lane, x, loading);
         if constexpr (INTEGER) quantize(q, g, x, largest, lane);
         else quantize_float(q, g, x, largest, lane);
+        find_bases(q, g, x, centres, lane);
     }
 }
 
@@ -60,9 +63,12 @@ struct ItemRows {
     Query q;
 };
 
-// Soft cap and ALiBi; scores are complete then. `first`: the token of the lane's first score. Scores of integers still lack their rows' steps.
-template <int SCORES> DEVICE void apply_score_mods(const DecodeParams& p, const ItemRows& item, int first, float (&s)[ROW_GROUPS][SCORES]) {
+// Soft cap and ALiBi; scores are complete then. `first`: the token of the lane's first score. Scores of integers still lack their rows' steps, and their tokens' keys
+// may lack a centre.
+template <int SCORES>
+DEVICE void apply_score_mods(const DecodeParams& p, const ItemRows& item, const ScoreBases& bases, int first, float (&s)[ROW_GROUPS][SCORES]) {
     if (!changes_scores(p)) return;
+    const bool has_centres = MAY_HAVE_CENTRES && p.centres;
     const Rows& rows = item.rows;
 #pragma unroll
     for (int g = 0; g < ROW_GROUPS; g++)
@@ -70,6 +76,7 @@ template <int SCORES> DEVICE void apply_score_mods(const DecodeParams& p, const 
         for (int n = 0; n < SCORES; n++) {
             int e = n % 2, t = first + token_of(n);
             float x = INTEGER ? s[g][n] * item.q.scale[g][e] : s[g][n];
+            if (has_centres) x = x + (bases.of[g][e] - SCORE_BASE);
             if (p.softcap_inner != 0.0f) x = softcap(x, p.softcap_inner, p.softcap_outer);
             if (p.alibi_slopes) x = x + rows.slope[g][e] * (float)(t - rows.position[g][e]);
             s[g][n] = x;

@@ -73,6 +73,7 @@ struct Exponents {
     float base[ROW_GROUPS][2];  // integers: what is taken off a score's point of the grid; floats: off a score
     float tile[ROW_GROUPS][2];  // the tile's exponent; -inf where the row sees nothing of it
     float step[ROW_GROUPS][2];  // integers: what scores are multiplied by on the way to the grid
+    float grid[ROW_GROUPS][2];  // integers: and what is added to them
 };
 // Scores beyond the grid's range, of rows whose bit in `far` (2g + e) is set, become differences from their largest, rounded up.
 template <int SCORES> DEVICE void approach(float (&s)[ROW_GROUPS][SCORES], const float (&tops)[ROW_GROUPS][2], u32 far, Exponents& x) {
@@ -81,17 +82,21 @@ template <int SCORES> DEVICE void approach(float (&s)[ROW_GROUPS][SCORES], const
 #pragma unroll
         for (int e = 0; e < 2; e++) {
             if (!(far >> (2 * g + e) & 1)) continue;
-            float top = ceilf(tops[g][e] * x.step[g][e]);
+            const float of_centre = x.grid[g][e] - SCORE_BASE;
+            float top = ceilf(tops[g][e] * x.step[g][e] + of_centre);
 #pragma unroll
-            for (int n = e; n < SCORES; n += 2) s[g][n] = fmaxf(s[g][n] * x.step[g][e] - top, -65536.0f);
+            for (int n = e; n < SCORES; n += 2) s[g][n] = fmaxf((s[g][n] * x.step[g][e] + of_centre) - top, -65536.0f);
             x.base[g][e] = SCORE_BASE + WEIGHT_SHIFT;
             x.tile[g][e] = top + WEIGHT_SHIFT;
             x.step[g][e] = 1.0f;
+            x.grid[g][e] = SCORE_BASE;
         }
 }
-// The exponents of a tile by its largest scores; `have_steps`: these are multiplied by `steps` already. Integers: scores of far rows change.
+// The exponents of a tile by its largest scores; `are_whole`: these are multiplied by `steps` already, and count from SCORE_BASE. Integers: scores of far rows
+// change.
 template <int SCORES>
-DEVICE Exponents find_exponents(const float (&tops)[ROW_GROUPS][2], const float (&steps)[ROW_GROUPS][2], bool have_steps, float (&s)[ROW_GROUPS][SCORES]) {
+DEVICE Exponents find_exponents(const float (&tops)[ROW_GROUPS][2], const float (&steps)[ROW_GROUPS][2], const ScoreBases& bases, bool are_whole,
+                                float (&s)[ROW_GROUPS][SCORES]) {
     Exponents x = {};
     u32 far = 0;
 #pragma unroll
@@ -99,8 +104,9 @@ DEVICE Exponents find_exponents(const float (&tops)[ROW_GROUPS][2], const float 
 #pragma unroll
         for (int e = 0; e < 2; e++) {
             if constexpr (INTEGER) {
-                x.step[g][e] = have_steps ? 1.0f : steps[g][e];
-                float top = fmaf(tops[g][e], x.step[g][e], SCORE_BASE), ceil = grid_ceil(top);
+                x.step[g][e] = are_whole ? 1.0f : steps[g][e];
+                x.grid[g][e] = are_whole ? SCORE_BASE : bases.of[g][e];
+                float top = fmaf(tops[g][e], x.step[g][e], x.grid[g][e]), ceil = grid_ceil(top);
                 bool some = tops[g][e] > MINUS_INFINITY;
                 if (some && !is_near(top)) far |= 1u << (2 * g + e);
                 x.base[g][e] = ceil + WEIGHT_SHIFT;
@@ -125,7 +131,7 @@ template <int SCORES> DEVICE void weigh_scores(float (&s)[ROW_GROUPS][SCORES], b
 #pragma unroll
         for (int n = 0; n < SCORES; n++) {
             const int e = n % 2;
-            if constexpr (INTEGER) s[g][n] = exp2_of_point(fmaf(s[g][n], x.step[g][e], SCORE_BASE) - x.base[g][e]);
+            if constexpr (INTEGER) s[g][n] = exp2_of_point(fmaf(s[g][n], x.step[g][e], x.grid[g][e]) - x.base[g][e]);
             else s[g][n] = exp2f_full(fmaxf(s[g][n] - x.base[g][e], -125.0f));
         }
     if (SCORES == WEIGHTS && full) return;  // four scores cost less than a branch

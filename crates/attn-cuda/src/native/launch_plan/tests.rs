@@ -190,6 +190,33 @@ fn a_cache_that_would_take_more_than_its_share_of_memory_is_attended_as_it_is() 
     }
 }
 
+/// Kills centres that a fast launch would leave out: it attends what the keys dequantize to.
+#[test]
+fn centres_reach_exact_launches_alone() {
+    let heads = Heads {
+        q: 16,
+        kv: 1,
+        dim: 128,
+    };
+    let centres = CentresArgs {
+        centres: DeviceAddress::new(0x500),
+        rows: DeviceAddress::new(0x600),
+    };
+    let params = |format: &str, arithmetic| {
+        let problem = Problem::new(heads, [4096]).q_len(64);
+        let problem = problem.arithmetic(arithmetic);
+        let (kind, layout) = (PlanKind::Known, KvLayout::Pages(64));
+        let (preferences, format) = (Preferences::default(), format.parse().unwrap());
+        let plan = LaunchPlan::new(kind, limits(), &preferences, &problem, format, layout);
+        plan?.centres_params(&centres, DecodeParams::default())
+    };
+    let made = params("int8", Arithmetic::Exact).unwrap();
+    assert_eq!((made.centres, made.centre_rows), (0x500, 0x600));
+    let refused = params("int8", Arithmetic::Fast).unwrap_err().to_string();
+    assert!(refused.contains("Arithmetic::Exact"), "{refused}");
+    assert!(params("int8-plain", Arithmetic::Exact).is_err());
+}
+
 #[test]
 fn prompts_of_presets_have_embedded_kernels_on_hopper() {
     let embedded = common(Arch::Sm90a);
