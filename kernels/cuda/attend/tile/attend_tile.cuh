@@ -25,7 +25,7 @@ DEVICE void attend_tile(const DecodeParams& p, const TileOf& tile, const ItemRow
     SideParams<Keys::SCHEME, RowScales> k = {at.k.at + Stage::K_CODES, Stage::K_STRIDE, {p.k_scales, p.k_scale_strides, tile.sequence, tile.kv_head, t0}};
     tile_scores(at, k, item.q, team, [&](int g, int e) { return tile.is_first || rows.tile[g][e] < tile.index + Keys::WINDOW; }, s);
     next = reader.keys_are_read(next, tile.residuals);
-    const ScoreBases bases = ScoreBases::of_tile(item.q, tile.index == 0);
+    const ScoreBases bases = ScoreBases::of_tile(item.q, tile.index == 0, team.lane);
     if constexpr (HAS_SCORE_MODS) apply_score_mods(p, item, bases, first, s);
     bool full = rows.see_all(t0);
     Hidden hidden = mask(rows, first, full, s);

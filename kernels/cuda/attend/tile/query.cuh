@@ -13,8 +13,10 @@ struct Query {
     // pairs of dims, then the second part; pairs start at 4·(lane%4) + {0, 2}, or of 16-bit K at 2·(lane%4) + {0, 8}.
     u32 word[ROW_GROUPS][PANELS][INTEGER ? 1 : 4];
     float scale[ROW_GROUPS][2];  // the step of the lane's columns
-    // What their scores count from on the grid: of the first tile, and of all later ones.
-    float base[2][ROW_GROUPS][2];
+    // What scores count from on the grid: of the lane's columns in the first tile, and in all later ones. Where rows or dims are many, registers are short, and a
+    // shuffle for each tile spares some: of row lane/4, in even lanes in the first tile, in odd ones in all later ones.
+    static constexpr bool SHARES_BASES = ROW_GROUPS > 1 || HEAD_DIM > 128;
+    float base[ROW_GROUPS][SHARES_BASES ? 1 : 4];
     // Σ over the dims of a group of K, where its codes or shifts need it.
     int sum[ROW_GROUPS][Keys::GROUPS][2];
     float float_sum[ROW_GROUPS][Keys::GROUPS][2];
@@ -24,12 +26,16 @@ struct Query {
 struct ScoreBases {
     float of[ROW_GROUPS][2];
 
-    DEVICE ScoreBases of_tile(const Query& q, bool is_first) {
+    DEVICE ScoreBases of_tile(const Query& q, bool is_first, int lane) {
         ScoreBases bases;
 #pragma unroll
         for (int g = 0; g < ROW_GROUPS; g++)
 #pragma unroll
-            for (int e = 0; e < 2; e++) bases.of[g][e] = !MAY_HAVE_CENTRES ? SCORE_BASE : is_first ? q.base[0][g][e] : q.base[1][g][e];
+            for (int e = 0; e < 2; e++) {
+                if constexpr (!MAY_HAVE_CENTRES) bases.of[g][e] = SCORE_BASE;
+                else if constexpr (Query::SHARES_BASES) bases.of[g][e] = __shfl_sync(~0u, q.base[g][0], 4 * (2 * (lane % 4) + e) + !is_first);
+                else bases.of[g][e] = is_first ? q.base[g][e] : q.base[g][2 + e];
+            }
         return bases;
     }
 };
@@ -76,10 +82,20 @@ DEVICE void quantize(Query& q, int g, const float (&x)[PANELS][4], float largest
 
 // Section 12: what a row's scores count from; `centres` may be null.
 DEVICE void find_bases(Query& q, int g, const float (&x)[PANELS][4], const u16* centres, int lane) {
+    float of_row[2] = {SCORE_BASE, SCORE_BASE};
+    if (MAY_HAVE_CENTRES && centres)
 #pragma unroll
-    for (int c = 0; c < 2; c++) {
-        q.base[c][g][0] = q.base[c][g][1] = SCORE_BASE;
-        if (MAY_HAVE_CENTRES && centres) of_columns(score_base(x, centres + c * HEAD_DIM, lane), lane, q.base[c][g]);
+        for (int c = 0; c < 2; c++) of_row[c] = score_base(x, centres + c * HEAD_DIM, lane);
+    if constexpr (Query::SHARES_BASES) {
+        q.base[g][0] = lane % 2 == 0 ? of_row[0] : of_row[1];
+    } else {
+#pragma unroll
+        for (int c = 0; c < 2; c++) {
+            float columns[2];
+            of_columns(of_row[c], lane, columns);
+#pragma unroll
+            for (int e = 0; e < 2; e++) q.base[g][2 * c + e] = columns[e];
+        }
     }
 }
 

@@ -118,7 +118,7 @@ pub(super) fn centred_shapes() -> Vec<(Case, Centred)> {
         &'static [usize],
         &'static [usize],
     );
-    const SHAPES: [Shape; 17] = [
+    const SHAPES: [Shape; 19] = [
         ("int8", 64, [8, 2], 128, &[300, 70, 5], &[1, 1, 1]),
         ("int8", 16, [4, 1], 64, &[200, 1, 64], &[1, 1, 3]),
         ("int4", 64, [3, 1], 128, &[330, 65, 40], &[1, 1, 1]),
@@ -128,6 +128,9 @@ pub(super) fn centred_shapes() -> Vec<(Case, Centred)> {
         ("int4/int8", 32, [12, 1], 64, &[150, 90], &[1, 2]),
         ("int8/int8-plain", 64, [4, 1], 80, &[130, 66], &[1, 1]),
         ("int4-w4", 64, [2, 1], 256, &[200, 30], &[1, 1]),
+        // Two row groups in a warp, of a team and of warps alone.
+        ("int8", 64, [12, 1], 64, &[150, 70], &[1, 1]),
+        ("int8/int4", 64, [8, 1], 64, &[200, 66], &[4, 4]),
         // Merges of many partials.
         ("int8", 64, [4, 1], 64, &[5000, 300], &[1, 1]),
         // Prompts.
@@ -162,7 +165,7 @@ pub(super) fn centred_shapes() -> Vec<(Case, Centred)> {
     for shape in SHAPES {
         add(case(shape), 10.0, false);
     }
-    for i in [0, 3, 10, 12] {
+    for i in [0, 3, 9, 12, 14] {
         let mut far = case(SHAPES[i]);
         far.problem.scores.softmax_scale = Some(100.0);
         add(far, 60.0, true);
@@ -178,7 +181,7 @@ pub(super) fn centred_shapes() -> Vec<(Case, Centred)> {
         modified.problem.scores.sinks = Some(vec![3.0; modified.problem.num_q_heads]);
         add(modified, 10.0, false);
     }
-    let mut not_causal = case(SHAPES[13]);
+    let mut not_causal = case(SHAPES[15]);
     not_causal.problem.scores.causal = false;
     add(not_causal, 10.0, false);
     for (i, (case, _)) in all.iter_mut().enumerate() {
