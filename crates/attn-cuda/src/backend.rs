@@ -128,11 +128,13 @@ impl CudaBackend {
     }
 }
 
+/// What launches of a plan differ in: the layout of K and V, and whether the answer is exact whatever the problem allows.
+type Planning = (KvLayout, bool);
+
 /// The launches of a plan.
 struct Planned {
     device: Arc<Device>,
-    /// By the layout of K and V, and whether the answer is exact whatever the problem allows.
-    by_layout: Mutex<Vec<((KvLayout, bool), Arc<NativePlan>)>>,
+    by_layout: Mutex<Vec<(Planning, Arc<NativePlan>)>>,
 }
 
 impl Planned {

@@ -98,9 +98,9 @@ template <class T> DEVICE T quad_sum(T x) {
 }
 // ---- centres of K (section 12) ----
 
-// The two centres of a sequence and KV head, one behind the other; null where the launch knows none. Their lines are under way then.
+// The two centres of a sequence and KV head, one behind the other, whose lines are under way then; null where keys have theirs.
 DEVICE const u16* find_centres(const DecodeParams& p, int sequence, int kv_head, int lane) {
-    if (!MAY_HAVE_CENTRES || !p.centres) return nullptr;
+    if constexpr (!HAS_CENTRES) return nullptr;
     const u16* centres = centre_at<HEAD_DIM>(p.centres, p.centre_rows[sequence], p.num_kv_heads, kv_head);
     constexpr int LINES = (4 * HEAD_DIM + 127) / 128;
     if (lane < LINES) prefetch_line(centres + lane * 64);

@@ -17,7 +17,6 @@ using Values = SideOf<ATTN_V, ATTN_V_GROUPS, ATTN_V_WINDOW, HEAD_DIM>;
 using Run = RunOf<Keys, Values, PAGE>;
 
 constexpr bool INTEGER = Keys::IS_INTEGER && Values::IS_INTEGER;  // whether all products are of integers
-constexpr bool MAY_HAVE_CENTRES = INTEGER && PAGE != 0 && Keys::MAY_HAVE_CENTRES;  // whether launches may be told of centres of K
 constexpr int WINDOW = Keys::WINDOW > Values::WINDOW ? Keys::WINDOW : Values::WINDOW;
 
 // Home pages that hold a sequence's first tile, which all rows read with residuals: a sequence keeps those for good.

@@ -25,6 +25,8 @@ pub enum Instance {
         score_mods: bool,
         /// Whether spans' states are left unmerged (`ATTN_SPANS`); `split_kv.cu` alone.
         spans: bool,
+        /// Whether keys lack centres of K (`ATTN_CENTRES`).
+        centres: bool,
     },
     /// `append.cu`.
     Append {
@@ -193,6 +195,21 @@ impl Instance {
         }
     }
 
+    /// The decode kernel for caches with centres of K in place of this one, which is for those without; itself, of formats whose caches have none.
+    #[must_use]
+    pub fn with_centres(mut self) -> Self {
+        if let Instance::Decode {
+            format,
+            layout,
+            centres,
+            ..
+        } = &mut self
+        {
+            *centres = format.check_centres().is_ok() && !layout.is_rows();
+        }
+        self
+    }
+
     /// The kernel that leaves the states of spans in place of the results of this one; none but `split_kv.cu` does.
     pub(super) fn leaving_spans(&self) -> Option<Self> {
         let mut leaving = *self;
@@ -221,6 +238,7 @@ impl Instance {
                 || problem.scores.softcap.is_some()
                 || problem.scores.alibi_slopes.is_some(),
             spans: false,
+            centres: false,
         }
     }
 
@@ -308,6 +326,7 @@ impl Instance {
                 config,
                 score_mods,
                 spans,
+                centres,
             } => {
                 let mut all =
                     of_format(format, head_dim, layout.page_size(), layout.row_page_size());
@@ -317,6 +336,7 @@ impl Instance {
                     ("ATTN_STAGES", config.stages),
                     ("ATTN_CTAS", config.ctas),
                     ("ATTN_SCORE_MODS", usize::from(score_mods)),
+                    ("ATTN_CENTRES", usize::from(centres)),
                 ]);
                 let of_kernel: &[_] = match config.kernel {
                     Kernel::SplitKv => &[],
@@ -528,6 +548,7 @@ mod tests {
                 config,
                 score_mods: false,
                 spans: false,
+                centres: false,
             };
             let last = instance.options(Arch::Sm90a).pop();
             (instance.source(), last.filter(|last| last.ends_with("=1")))

@@ -232,6 +232,7 @@ mod tests {
                                     config,
                                     score_mods: false,
                                     spans: false,
+                                    centres: false,
                                 };
                                 let size = shared_bytes(&config, format, head_dim, layout);
                                 all.insert(instance.options(Arch::Compute80), (instance, size));

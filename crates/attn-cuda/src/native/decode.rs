@@ -1,6 +1,9 @@
 //! Attention as a launch: what is prepared for a problem, and how it is enqueued.
 
-use std::{ffi::c_void, sync::Arc};
+use std::{
+    ffi::c_void,
+    sync::{Arc, OnceLock},
+};
 
 use attn_core::{Error, KvFormat, Problem, error::refuse, segments::num_spans};
 use attn_kernels::cuda::{
@@ -33,6 +36,8 @@ pub struct NativePlan {
     format: KvFormat,
     layout: KvLayout,
     kernel: Arc<LoadedKernel>,
+    /// The kernel for caches with centres of K, from the first launch over one on.
+    centred: OnceLock<Arc<LoadedKernel>>,
     /// `dequantize.cu`, `dequantize_rows.cu` or `gather_pages.cu`, where it makes the pages that are attended.
     dequantize: Option<Arc<LoadedKernel>>,
     /// Where the device lists the blocks.
@@ -97,6 +102,16 @@ impl NativePlan {
         num_spans(self.max_kv_len()).max(1)
     }
 
+    /// The kernel for caches with centres of K. Loads (at first compiles) it at the first call, which is not for use inside a capture.
+    fn centred(&self, device: &Device) -> Result<&Arc<LoadedKernel>, Error> {
+        if let Some(kernel) = self.centred.get() {
+            return Ok(kernel);
+        }
+        let plan = &self.launch_plan;
+        let kernel = device.kernel(&plan.instance.with_centres(), plan.shared_bytes)?;
+        Ok(self.centred.get_or_init(|| kernel))
+    }
+
     /// The kernel of [`ListBlocksArgs`].
     ///
     /// # Errors
@@ -150,6 +165,7 @@ pub(crate) fn prepare(
         format,
         layout,
         kernel,
+        centred: OnceLock::new(),
         check,
         launch_plan,
     })
@@ -218,8 +234,10 @@ pub(crate) unsafe fn launch_decode_as(
         let launch_plan = &plan.launch_plan;
         params = launch_plan.spans_params(&plan.problem, spans, params)?;
     }
+    let mut kernel = &plan.kernel;
     if let Some(centres) = centres {
         params = plan.launch_plan.centres_params(centres, params)?;
+        kernel = plan.centred(device)?;
     }
     if !plan.layout.is_rows() {
         // Blocks end before the sequence does: their launch waits for all of the append.
@@ -274,11 +292,8 @@ pub(crate) unsafe fn launch_decode_as(
         // - Arguments: `attn_decode` takes one DecodeParams; its size and offsets are asserted in params.rs and params.h. Compiled
         //   for views it takes RowMaps, too, whose size is asserted in params.rs and params.h.
         // - Bounds, aliasing, lifetime: this function's contract.
-        unsafe {
-            plan.kernel
-                .launch_teams(stream, &plan.launch_plan.launch, arguments)
-        }
-        .map_err(failed("decoding"))?;
+        unsafe { kernel.launch_teams(stream, &plan.launch_plan.launch, arguments) }
+            .map_err(failed("decoding"))?;
     }
     Ok(())
 }

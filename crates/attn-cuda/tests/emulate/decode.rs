@@ -371,11 +371,15 @@ impl Job {
             // SAFETY: its kernel takes a DequantizeParams; it reads what decode kernels do, and writes to the workspace.
             unsafe { kernels.run_as(self.arch, &pages.instance, &made, ctas, threads) }?;
         }
+        let instance = match &inputs.centres {
+            Some(_) => plan.instance.with_centres(),
+            None => plan.instance,
+        };
         let (grid, threads) = (plan.launch.grid, plan.launch.threads);
         for params in plan.launches(params) {
             // SAFETY: decode kernels take a DecodeParams, whose addresses are those of memory that lives until the end of this
             // function, as large as `DecodeArgs` asks; tables of home and residual pages come from the cache's own page table.
-            unsafe { kernels.run_as(self.arch, &plan.instance, &params, grid, threads) }?;
+            unsafe { kernels.run_as(self.arch, &instance, &params, grid, threads) }?;
         }
         ensure!(
             inputs.is_zeroed(plan),

@@ -69,5 +69,6 @@ fn instance_with(header: &str) -> Instance {
         },
         score_mods: true,
         spans: false,
+        centres: false,
     }
 }

@@ -57,7 +57,7 @@ struct IntegerTiles : Warpgroup {
 #pragma unroll
             for (int c = 0; c < 2; c++) {
                 rows.base[c][h] = SCORE_BASE;
-                if (MAY_HAVE_CENTRES && centres) rows.base[c][h] = score_base(x, centres + c * HEAD_DIM, lane);
+                if constexpr (HAS_CENTRES) rows.base[c][h] = score_base(x, centres + c * HEAD_DIM, lane);
             }
         }
         fence_async();
@@ -78,7 +78,7 @@ struct IntegerTiles : Warpgroup {
     }
     // Scores from sums of integers. Without soft cap and slopes they still are to be multiplied by the row's scale.
     METHOD void find_scores(const int (&sums)[SUMS_OF_TILE], int index, const KeyParams& k, float (&s)[SUMS_OF_TILE]) const {
-        const bool are_whole = changes_scores(p), have_centres = MAY_HAVE_CENTRES && p.centres;
+        const bool are_whole = changes_scores(p);
         int bias[2] = {};
 #pragma unroll
         for (int h = 0; h < THREAD_ROWS; h++) {
@@ -96,7 +96,7 @@ struct IntegerTiles : Warpgroup {
                 if (Keys::SCHEME != INT8_TENSOR) x = x * k.scale[j][e];
                 if (Keys::HAS_SHIFTS) x = x + (float)rows.sum[h] * k.shift[j][e];
                 if (are_whole) x = x * rows.scale[h];
-                if (are_whole && have_centres) x = x + (rows.base_of(h, index) - SCORE_BASE);
+                if (HAS_CENTRES && are_whole) x = x + (rows.base_of(h, index) - SCORE_BASE);
                 s[4 * j + n] = x;
             }
         if (are_whole) modify_scores(s, index);

@@ -35,7 +35,7 @@ struct ThreadRows {
     int sum[2];      // Q, of queries in integers
 
     // Of a tile's scores.
-    METHOD float base_of(int h, int index) const { return !MAY_HAVE_CENTRES ? SCORE_BASE : index == 0 ? base[0][h] : base[1][h]; }
+    METHOD float base_of(int h, int index) const { return !HAS_CENTRES ? SCORE_BASE : index == 0 ? base[0][h] : base[1][h]; }
     METHOD bool sees(int h, int t) const { return t >= start[h] && t < end[h]; }
     METHOD bool see_all(int t0, int tokens = TILE) const {
         bool full = true;

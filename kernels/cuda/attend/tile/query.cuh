@@ -32,7 +32,7 @@ struct ScoreBases {
         for (int g = 0; g < ROW_GROUPS; g++)
 #pragma unroll
             for (int e = 0; e < 2; e++) {
-                if constexpr (!MAY_HAVE_CENTRES) bases.of[g][e] = SCORE_BASE;
+                if constexpr (!HAS_CENTRES) bases.of[g][e] = SCORE_BASE;
                 else if constexpr (Query::SHARES_BASES) bases.of[g][e] = __shfl_sync(~0u, q.base[g][0], 4 * (2 * (lane % 4) + e) + !is_first);
                 else bases.of[g][e] = is_first ? q.base[g][e] : q.base[g][2 + e];
             }
@@ -80,12 +80,12 @@ DEVICE void quantize(Query& q, int g, const float (&x)[PANELS][4], float largest
     }
 }
 
-// Section 12: what a row's scores count from; `centres` may be null.
+// Section 12: what a row's scores count from, by centres that its keys lack.
 DEVICE void find_bases(Query& q, int g, const float (&x)[PANELS][4], const u16* centres, int lane) {
-    float of_row[2] = {SCORE_BASE, SCORE_BASE};
-    if (MAY_HAVE_CENTRES && centres)
+    if constexpr (!HAS_CENTRES) return;
+    float of_row[2];
 #pragma unroll
-        for (int c = 0; c < 2; c++) of_row[c] = score_base(x, centres + c * HEAD_DIM, lane);
+    for (int c = 0; c < 2; c++) of_row[c] = score_base(x, centres + c * HEAD_DIM, lane);
     if constexpr (Query::SHARES_BASES) {
         q.base[g][0] = lane % 2 == 0 ? of_row[0] : of_row[1];
     } else {

@@ -68,7 +68,6 @@ struct ItemRows {
 template <int SCORES>
 DEVICE void apply_score_mods(const DecodeParams& p, const ItemRows& item, const ScoreBases& bases, int first, float (&s)[ROW_GROUPS][SCORES]) {
     if (!changes_scores(p)) return;
-    const bool has_centres = MAY_HAVE_CENTRES && p.centres;
     const Rows& rows = item.rows;
 #pragma unroll
     for (int g = 0; g < ROW_GROUPS; g++)
@@ -76,7 +75,7 @@ DEVICE void apply_score_mods(const DecodeParams& p, const ItemRows& item, const 
         for (int n = 0; n < SCORES; n++) {
             int e = n % 2, t = first + token_of(n);
             float x = INTEGER ? s[g][n] * item.q.scale[g][e] : s[g][n];
-            if (has_centres) x = x + (bases.of[g][e] - SCORE_BASE);
+            if (HAS_CENTRES) x = x + (bases.of[g][e] - SCORE_BASE);
             if (p.softcap_inner != 0.0f) x = softcap(x, p.softcap_inner, p.softcap_outer);
             if (p.alibi_slopes) x = x + rows.slope[g][e] * (float)(t - rows.position[g][e]);
             s[g][n] = x;
