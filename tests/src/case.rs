@@ -151,7 +151,11 @@ impl Case {
         if self.centres {
             parts.push("centres".to_owned());
         }
-        if self.inputs != Inputs::Noise {
+        let usual = match self.centres {
+            true => Inputs::Biased,
+            false => Inputs::Noise,
+        };
+        if self.inputs != usual {
             parts.push(format!("{:?}", self.inputs));
         }
         if self.build != Build::Chunks {
