@@ -358,6 +358,7 @@ impl Instance {
                     ("ATTN_STAGES", 2),
                     ("ATTN_CTAS", 1),
                     ("ATTN_SCORE_MODS", 0),
+                    ("ATTN_CENTRES", 0),
                 ]);
                 all
             }
