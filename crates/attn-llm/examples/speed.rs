@@ -176,9 +176,9 @@ impl Times {
 fn step(model: &Model, kv: &mut dyn Kv, tokens: &[u32]) -> Result<Times, Error> {
     let sequence = 0;
     let mut attention = Duration::ZERO;
-    let mut timed = |_: usize, attend: &mut dyn FnMut() -> Result<(), Error>| {
+    let mut timed = |_: usize, k: &[f32], attend: &mut dyn FnMut(&[f32]) -> Result<(), Error>| {
         let start = Instant::now();
-        let done = attend();
+        let done = attend(k);
         attention += start.elapsed();
         done
     };

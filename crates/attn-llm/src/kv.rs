@@ -1,10 +1,8 @@
 //! Where the layers of a model keep K and V, and attend: pages of this library, or plain f32.
 
-mod biased;
 mod exact;
 mod paged;
 
-pub use biased::BiasedKv;
 pub use exact::ExactKv;
 pub use paged::PagedKv;
 
@@ -46,11 +44,11 @@ pub trait Kv {
     ) -> Result<(), Error>;
 }
 
-/// What [`Around`] calls in place of [`Kv::attend`]: with the layer, and the call to make.
+/// What [`Around`] calls in place of [`Kv::attend`]: with the layer, its keys, and the call to make, with keys.
 pub type AroundAttend<'a> =
-    dyn FnMut(usize, &mut dyn FnMut() -> Result<(), Error>) -> Result<(), Error> + 'a;
+    dyn FnMut(usize, &[f32], &mut dyn FnMut(&[f32]) -> Result<(), Error>) -> Result<(), Error> + 'a;
 
-/// A cache whose attention goes through a function, which makes the call: to time it, or to let it fail.
+/// A cache whose attention goes through a function, which makes the call: to time it, to let it fail, or to change keys.
 ///
 /// ```
 /// use std::time::{Duration, Instant};
@@ -59,9 +57,9 @@ pub type AroundAttend<'a> =
 ///
 /// fn timed(kv: &mut dyn Kv, step: impl FnOnce(&mut dyn Kv) -> Result<(), Error>) -> Result<Duration, Error> {
 ///     let mut attention = Duration::ZERO;
-///     let mut around = |_: usize, attend: &mut dyn FnMut() -> Result<(), Error>| {
+///     let mut around = |_: usize, k: &[f32], attend: &mut dyn FnMut(&[f32]) -> Result<(), Error>| {
 ///         let start = Instant::now();
-///         let done = attend();
+///         let done = attend(k);
 ///         attention += start.elapsed();
 ///         done
 ///     };
@@ -98,7 +96,7 @@ impl Kv for Around<'_> {
         out: &mut [f32],
     ) -> Result<(), Error> {
         let kv = &mut *self.kv;
-        (self.around)(layer, &mut || kv.attend(layer, q, k, v, out))
+        (self.around)(layer, k, &mut |k| kv.attend(layer, q, k, v, out))
     }
 }
 

@@ -24,7 +24,7 @@ mod tokenizer;
 pub use config::{ModelConfig, Rope};
 pub use error::Error;
 pub use generate::{Event, Generation, Options, generate};
-pub use kv::{Around, AroundAttend, BiasedKv, ExactKv, Kv, PagedKv};
+pub use kv::{Around, AroundAttend, ExactKv, Kv, PagedKv};
 pub use linear::Products;
 pub use load::load;
 pub use model::{Model, Piece, Wanted};

@@ -9,8 +9,9 @@ use attn::{DecodeAttention, KvFormat};
 use rayon::prelude::*;
 
 use crate::{
+    config::ModelConfig,
     error::Error,
-    kv::{BiasedKv, ExactKv, Kv, PagedKv},
+    kv::{Around, ExactKv, Kv, PagedKv},
     model::{Model, Piece, Wanted},
 };
 
@@ -55,7 +56,8 @@ pub struct Comparison<'a> {
     pub formats: &'a [Option<KvFormat>],
     /// Whether caches whose format allows it take centres off their keys ([`attn::centres`]).
     pub centres: bool,
-    /// The norm of a constant that keys get in slowly turning rotary pairs ([`BiasedKv`]); 0 for none.
+    /// The norm of a constant that keys get in the five slowest rotary pairs of each KV head, as biases of K give; 0 for none. Softmax does not see it, since it
+    /// changes all scores of a row alike.
     pub k_bias: f32,
     /// Tokens computed at once.
     pub chunk: usize,
@@ -190,6 +192,7 @@ pub fn perplexity(
         same_top: 0,
     };
     let mut runs: Vec<Run> = formats.iter().copied().map(new).collect();
+    let bias = k_bias(model.config(), comparison.k_bias);
     let mut done = 0;
     for piece in pieces {
         let mut exact = ExactKv::new(model.config(), 1, piece.len());
@@ -210,7 +213,17 @@ pub fn perplexity(
             for (run, cache) in runs.iter_mut().zip(&mut caches) {
                 match cache {
                     Some(cache) => {
-                        let logits = forward(model, &mut **cache)?;
+                        let mut around = |_: usize, k: &[f32], attend: &mut Attend<'_>| {
+                            match comparison.k_bias {
+                                0.0 => attend(k),
+                                _ => attend(&biased(k, &bias)),
+                            }
+                        };
+                        let mut cache = Around {
+                            kv: &mut **cache,
+                            around: &mut around,
+                        };
+                        let logits = forward(model, &mut cache)?;
                         run.add(&wanted, &Rows::new(&logits, vocab), next);
                     }
                     None => run.add(&wanted, &wanted, next),
@@ -221,6 +234,31 @@ pub fn perplexity(
         }
     }
     Ok(runs.into_iter().map(Run::fidelity).collect())
+}
+
+/// The call that attends a layer, with its keys.
+type Attend<'a> = dyn FnMut(&[f32]) -> Result<(), Error> + 'a;
+
+/// Rotary pairs that get a part of a constant in keys: the slowest ones.
+const BIASED_PAIRS: usize = 5;
+
+/// The constant of this norm that a KV head's keys get.
+fn k_bias(model: &ModelConfig, norm: f32) -> Vec<f32> {
+    let dim = model.heads.dim;
+    let (pairs, count) = (dim / 2, BIASED_PAIRS.min(dim / 2));
+    let each = norm / ((2 * count) as f32).sqrt();
+    let mut bias = vec![0.0; dim];
+    for i in pairs - count..pairs {
+        let (a, b) = model.rope.style.pair(i, pairs);
+        (bias[a], bias[b]) = (each, each);
+    }
+    bias
+}
+
+/// Keys with a constant.
+fn biased(k: &[f32], bias: &[f32]) -> Vec<f32> {
+    let constants = bias.iter().cycle();
+    k.iter().zip(constants).map(|(x, c)| x + c).collect()
 }
 
 /// An empty cache of each format for a piece of so many tokens; none where predictions are those that all are compared with.
@@ -239,11 +277,7 @@ fn caches(
             let centres = comparison.centres;
             let paged = PagedKv::new(backend, config, format, 1, tokens, chunk, centres)?;
             run.bytes_per_token = paged.bytes_per_token();
-            let paged = Box::new(paged);
-            caches.push(Some(match comparison.k_bias {
-                0.0 => paged,
-                norm => Box::new(BiasedKv::new(paged, config, norm)),
-            }));
+            caches.push(Some(Box::new(paged)));
             continue;
         }
         let exact = ExactKv::new(config, 1, tokens);

@@ -389,18 +389,19 @@ fn a_step_that_fails_in_any_layer_leaves_no_trace() {
         }
         for (layer, writes) in (0..layers).flat_map(|layer| [(layer, false), (layer, true)]) {
             // Before or behind what the layer writes.
-            let mut fails = |at: usize, attend: &mut dyn FnMut() -> Result<(), Error>| {
-                if at != layer || writes {
-                    attend()?;
-                }
-                match at == layer {
-                    true => Err(Error::Context {
-                        needed: layer,
-                        limit: 0,
-                    }),
-                    false => Ok(()),
-                }
-            };
+            let mut fails =
+                |at: usize, k: &[f32], attend: &mut dyn FnMut(&[f32]) -> Result<(), Error>| {
+                    if at != layer || writes {
+                        attend(k)?;
+                    }
+                    match at == layer {
+                        true => Err(Error::Context {
+                            needed: layer,
+                            limit: 0,
+                        }),
+                        false => Ok(()),
+                    }
+                };
             let mut failing = Around {
                 kv: &mut *kv,
                 around: &mut fails,
