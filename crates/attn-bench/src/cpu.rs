@@ -46,6 +46,7 @@ fn filled(backend: &dyn DecodeAttention, workload: &Workload) -> Result<KvCache,
     };
     let mut config = CacheConfig::builder(workload.format, problem.heads())
         .unit_tensor_scales()
+        .centres(workload.centres)
         .lens(problem.kv_lens.iter().map(|len| len + room))
         .page_size(workload.page_size)
         .max_q_len(problem.max_q_len().max(64))

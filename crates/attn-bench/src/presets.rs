@@ -95,6 +95,7 @@ impl List {
                 cache: CacheLayout::Pages,
                 operation: Operation::Decode,
                 planned: 0,
+                centres: false,
             });
         }
         &mut self.0[first..]

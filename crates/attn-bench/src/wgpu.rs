@@ -245,6 +245,7 @@ impl WgpuTimer {
         let (heads, dim) = (problem.num_kv_heads, problem.head_dim);
         let config = CacheConfig::builder(workload.format, problem.heads())
             .unit_tensor_scales()
+            .centres(false)
             .page_size(workload.page_size)
             .max_len(NOISE_TOKENS)
             .build();
@@ -267,6 +268,7 @@ impl WgpuTimer {
         let page_size = workload.page_size;
         let config = CacheConfig::builder(workload.format, problem.heads())
             .unit_tensor_scales()
+            .centres(false)
             .lens(problem.kv_lens.iter().map(|len| len + room))
             .page_size(page_size)
             .max_q_len(problem.max_q_len().max(64))
@@ -540,6 +542,13 @@ impl Timer for WgpuTimer {
 
     fn measure(&mut self, workload: &Workload, runs: usize) -> Result<Measured, Error> {
         workload.check_for_caches()?;
+        if workload.centres {
+            return Err(Error::parameter(
+                "cache to time",
+                format_args!("one with centres of K"),
+                "caches without on this backend, whose pages are filled by `restore_pages`",
+            ));
+        }
         let measured = self.times(workload, runs)?;
         // Behind the work, when clocks have risen.
         self.measure_peak()?;

@@ -67,6 +67,8 @@ pub struct Workload {
     pub operation: Operation,
     /// Tokens of the longest sequence that the plan is for, as an engine's captured graph has it; 0: the problem's. CUDA's timer alone takes it.
     pub planned: usize,
+    /// Whether the cache's keys lack their centres ([`Workload::with_centres`]).
+    pub centres: bool,
 }
 
 impl fmt::Display for Workload {
@@ -113,7 +115,20 @@ impl Workload {
             cache: CacheLayout::Pages,
             operation: Operation::Decode,
             planned: 0,
+            centres: false,
         })
+    }
+
+    /// The decode step over a cache with centres of K, named by `-centres`; none of a format, a layout or an operation without.
+    #[must_use]
+    pub fn with_centres(mut self) -> Option<Self> {
+        let is_step = self.operation == Operation::Decode && self.cache == CacheLayout::Pages;
+        if !is_step || self.format.check_centres().is_err() {
+            return None;
+        }
+        self.name.push_str("-centres");
+        self.centres = true;
+        Some(self)
     }
 
     /// The problem that the plan is for: its first sequence is as long as [`Workload::planned`], if that is longer.

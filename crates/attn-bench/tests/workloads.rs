@@ -109,6 +109,7 @@ fn contiguous(format: &str, cache: CacheLayout) -> Workload {
         cache,
         operation: Operation::Decode,
         planned: 0,
+        centres: false,
     }
 }
 

@@ -158,7 +158,7 @@ typedef struct attn_cache_config {
   size_t layers;
   // Query heads of the steps to come, so that a number that no step can have is refused here; 0: not known yet.
   size_t q_heads;
-  // 1: each sequence's keys are stored without what they have in common, for int8, int8/int4 and int4; 0: as they are.
+  // Whether each sequence's keys are stored without what they have in common; 0: for int8, int8/int4 and int4; 1: yes, refused for other formats; 2: no.
   size_t centres;
 } attn_cache_config;
 

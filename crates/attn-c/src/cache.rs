@@ -43,7 +43,7 @@ pub struct CacheConfig {
     pub layers: usize,
     /// Query heads of the steps to come, so that a number that no step can have is refused here; 0: not known yet.
     pub q_heads: usize,
-    /// 1: each sequence's keys are stored without what they have in common, for int8, int8/int4 and int4; 0: as they are.
+    /// Whether each sequence's keys are stored without what they have in common; 0: for int8, int8/int4 and int4; 1: yes, refused for other formats; 2: no.
     pub centres: usize,
 }
 
@@ -109,11 +109,12 @@ unsafe fn describe(given: &CacheConfig) -> Result<Description, Failure> {
     if given.max_q_len > 0 {
         builder = builder.max_q_len(given.max_q_len);
     }
-    builder = builder.centres(match given.centres {
-        0 => false,
-        1 => true,
-        other => return Err(Error::parameter("centres", other, "0, 1").into()),
-    });
+    builder = match given.centres {
+        0 => builder,
+        1 => builder.centres(true),
+        2 => builder.centres(false),
+        other => return Err(Error::parameter("centres", other, "0, 1, 2").into()),
+    };
     let scales = layers.saturating_mul(given.kv_heads);
     // SAFETY: this function's contract.
     let [k, v] = unsafe {

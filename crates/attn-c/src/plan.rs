@@ -152,7 +152,8 @@ pub unsafe extern "C" fn attn_plan_create(
         let scores = unsafe { given.modifiers.scores(given.q_heads) }?;
         let problem = problem.scores(scores);
         // Launches are given static scales with their pages.
-        let mut pages = CacheConfig::builder(format, heads).unit_tensor_scales();
+        let builder = CacheConfig::builder(format, heads).centres(false);
+        let mut pages = builder.unit_tensor_scales();
         if given.page_size > 0 {
             pages = pages.page_size(given.page_size);
         }

@@ -75,7 +75,7 @@ pub unsafe extern "C" fn attn_transfer_create(
             kv: given.kv_heads,
             dim: given.head_dim,
         };
-        let mut pages = CacheConfig::builder(format, heads);
+        let mut pages = CacheConfig::builder(format, heads).centres(false);
         if given.page_size > 0 {
             pages = pages.page_size(given.page_size);
         }

@@ -92,8 +92,8 @@ fn descriptions_that_no_cache_has_are_refused() {
         Status::Parameter,
         "heads_per_kv is 71; allowed: 1 to 64",
     );
-    let status = create(&|config| config.centres = 2);
-    refused(status, Status::Parameter, "centres is 2; allowed: 0, 1");
+    let status = create(&|config| config.centres = 3);
+    refused(status, Status::Parameter, "centres is 3; allowed: 0, 1, 2");
     let status = create(&|config| (config.centres, config.format) = (1, text(c"bf16")));
     refused(
         status,

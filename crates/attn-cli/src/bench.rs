@@ -41,6 +41,9 @@ pub struct BenchArgs {
     /// Timed repetitions per workload; by default 30 on the CPU, and as many as its clock needs on a GPU.
     #[arg(long, value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
     runs: Option<u32>,
+    /// Time the decode steps among the workloads over caches with centres of K, as caches of int8, int8/int4 and int4 are by default; on the CPU and CUDA.
+    #[arg(long, conflicts_with = "list")]
+    centres: bool,
     /// Print names and bytes, and stop.
     #[arg(long, conflicts_with_all = ["threads", "runs"])]
     list: bool,
@@ -155,6 +158,14 @@ pub fn bench(args: &BenchArgs, console: &mut Console<'_>, backends: &Backends) -
     };
     if workloads.is_empty() {
         workloads = chosen(&default_names(backend))?;
+    }
+    if args.centres {
+        let all = workloads.into_iter();
+        workloads = all.filter_map(Workload::with_centres).collect();
+        ensure!(
+            !workloads.is_empty(),
+            "--centres is for decode steps over pages of int8, int8/int4, int4 and their like; none of the workloads is one"
+        );
     }
     let mut timers = timers(args, backend)?;
     measure_all(&mut timers, &workloads, args, console)

@@ -222,6 +222,7 @@ fn layer(
     };
     let [k_scales, v_scales] = ["k_scales", "v_scales"].map(|suffix| scales(file, name, suffix));
     let config = CacheConfig::builder(settings.format, heads)
+        .centres(false)
         .page_size(settings.page_size)
         .tensor_scales(k_scales?, v_scales?)
         .build();

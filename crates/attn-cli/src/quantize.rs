@@ -210,9 +210,9 @@ fn quantize_layer(
     })
 }
 
-/// One layer's pages, as a cache reads them back.
+/// One layer's pages, as a cache reads them back: without centres of K, for which the file has no place.
 fn pages_of(kv: &Kv, format: KvFormat, page_size: usize) -> Result<(CacheConfig, Vec<Vec<u8>>)> {
-    let config = kv.cache(format).page_size(page_size).build();
+    let config = kv.cache(format).page_size(page_size).centres(false).build();
     let mut cache = KvCache::new(config.clone(), Box::new(HostPages::new(&config)?))?;
     cache.append(0, &kv.k, &kv.v)?;
     Ok((config, cache.read_back(0)?))

@@ -121,6 +121,7 @@ impl KvCache {
                 sequences: (0..n).collect(),
                 lens: filled("the lengths", n, 0)?,
                 first_tokens: filled("the first tokens", n, 0)?,
+                tokens_before: filled("the tokens before", n, 0)?,
                 first_residual_pages: config.format.first_residual_pages(config.page_size),
             },
             pages: PageAllocator::new(config.num_pages)?,
@@ -177,7 +178,7 @@ impl KvCache {
         let CacheConfig {
             format, page_size, ..
         } = self.config;
-        self.check_shard(problem)?;
+        self.check_shards(problem, table)?;
         let lens = problem.q_lens.iter().zip(&table.lens).enumerate();
         for (b, (&q_len, &kv_len)) in lens.filter(|(_, (q_len, _))| **q_len > 0) {
             let all = kv_len.saturating_add(problem.after(b));
@@ -252,6 +253,7 @@ impl KvCache {
         self.table.residual_pages[to] = self.table.residual_pages[from].clone();
         self.table.lens[to] = self.table.lens[from];
         self.table.first_tokens[to] = self.table.first_tokens[from];
+        self.table.tokens_before[to] = self.table.tokens_before[from];
         Ok(())
     }
 
@@ -381,6 +383,7 @@ impl KvCache {
             .for_each(|page| self.pages.release(page));
         self.table.lens[sequence] = 0;
         self.table.first_tokens[sequence] = 0;
+        self.table.tokens_before[sequence] = 0;
         Ok(())
     }
 }

@@ -78,7 +78,7 @@ impl CacheConfig {
                 num_sequences: 1,
                 max_len: 0,
                 max_q_len: DEFAULT_MAX_Q_LEN,
-                centres: false,
+                centres: format.check_centres().is_ok(),
                 k_tensor_scales: Vec::new(),
                 v_tensor_scales: Vec::new(),
             },
@@ -277,15 +277,18 @@ impl CacheBuilder {
 
     /// Sets whether each sequence's keys are stored without what they have in common: the first token's key is taken off those of the first 64 tokens, the
     /// mean of these off all later ones, and attention adds the two centres' scores back ([`centres`](crate::centres)). Codes of 4 and 8 bits then err less, and biases of
-    /// K cost nothing. For caches whose K is int8 or int4 (rotated, of int4 with a window) and whose V is of integers.
+    /// K cost nothing. Caches whose K is int8 or int4 (rotated, of int4 with a window) and whose V is of integers have centres unless this says otherwise; others
+    /// cannot have any. Without centres pages mean something by themselves: [`KvCache::restore_pages`](crate::KvCache::restore_pages) takes those of other engines, and
+    /// launches over a pool's addresses read them.
     ///
     /// ```
     /// use attn_core::{CacheConfig, Heads, KvFormat};
     ///
     /// let heads = Heads { q: 4, kv: 2, dim: 64 };
-    /// CacheConfig::builder(KvFormat::INT4, heads).centres(true).build().check()?;
+    /// assert!(CacheConfig::builder(KvFormat::INT4, heads).build().centres);
     /// let fp8: KvFormat = "fp8".parse()?;
     /// let builder = CacheConfig::builder(fp8, heads).unit_tensor_scales();
+    /// assert!(!builder.clone().build().centres);
     /// assert!(builder.centres(true).build().check().is_err());
     /// # Ok::<(), attn_core::Error>(())
     /// ```

@@ -128,7 +128,7 @@ impl CudaBackend {
     }
 }
 
-/// What launches of a plan differ in: the layout of K and V, and whether the answer is exact whatever the problem allows.
+/// What launches of a plan differ in: the layout of K and V, and whether keys lack centres of K.
 type Planning = (KvLayout, bool);
 
 /// The launches of a plan.
@@ -145,19 +145,19 @@ impl Planned {
         has_centres: bool,
         plan: &Plan,
     ) -> Result<Arc<NativePlan>, Error> {
-        let is_exact = has_centres && plan.problem().scores.arithmetic != Arithmetic::Exact;
-        let key = (layout, is_exact);
+        let key = (layout, has_centres);
         let known = self.by_layout.lock();
         let mut known = known.unwrap_or_else(PoisonError::into_inner);
         if let Some((_, native)) = known.iter().find(|(of, _)| *of == key) {
             return Ok(native.clone());
         }
         let mut problem = plan.problem().clone();
-        if is_exact {
+        if has_centres {
             problem.scores.arithmetic = Arithmetic::Exact;
         }
         let (kind, format) = (PlanKind::Known, plan.format());
-        let native = native::prepare(kind, &self.device, &problem, format, layout)?;
+        let of = (format, layout);
+        let native = native::prepare(kind, &self.device, &problem, of, has_centres)?;
         let native = Arc::new(native);
         known.push((key, native.clone()));
         Ok(native)
@@ -234,8 +234,9 @@ impl DecodeAttention for CudaBackend {
             by_layout: Mutex::default(),
         };
         let plan = Plan::new(BACKEND, problem, format, planned)?;
-        // Pages of other sizes and contiguous caches are prepared by their first step.
-        self.planned(&plan)?.native(USUAL, false, &plan)?;
+        // Pages of other sizes, contiguous caches, and caches that have centres of K, or none, against their format's habit, are prepared by their first step.
+        let has_centres = format.check_centres().is_ok();
+        self.planned(&plan)?.native(USUAL, has_centres, &plan)?;
         Ok(plan)
     }
 

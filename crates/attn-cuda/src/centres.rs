@@ -23,13 +23,17 @@ use crate::{
     staging::Lists,
 };
 
-/// The centres of one cache, `[layer][sequence][num_kv_heads][2][head_dim]`.
+/// The centres of one cache, `[layer][capacity][num_kv_heads][2][head_dim]`, of which each layer's first are those of its sequences.
 #[derive(Debug)]
 pub(crate) struct Centres {
     gpu: CudaBackend,
     memory: CudaSlice<u8>,
+    /// What held them before there were more sequences, which launches on other streams may read still. Less than `memory`, since each is half of the next.
+    outgrown: Vec<CudaSlice<u8>>,
     layers: usize,
     sequences: usize,
+    /// Sequences that there is room for in each layer.
+    capacity: usize,
     /// Of a sequence in one layer.
     bytes: usize,
     make: Prepared<CentreArgs>,
@@ -50,8 +54,10 @@ impl Centres {
         Ok(Centres {
             gpu: gpu.share(),
             memory: memory.map_err(failed("allocating centres of K"))?,
+            outgrown: Vec::new(),
             layers,
             sequences,
+            capacity: sequences,
             bytes,
             make,
             calls: Mutex::new(CallMemory::new(&gpu.device).map_err(failed("making an event"))?),
@@ -87,7 +93,7 @@ impl Centres {
     /// Where those of a layer begin.
     pub(crate) fn at(&self, layer: usize) -> DeviceAddress {
         let base = DeviceAddress::new(self.memory.device_ptr(&self.gpu.device.stream).0);
-        base.offset(layer * self.sequences * self.bytes)
+        base.offset(layer * self.capacity * self.bytes)
     }
 
     /// Where those of a sequence lie in a layer. Refuses others, and other than their `bytes`.
@@ -104,7 +110,7 @@ impl Centres {
                 needed: self.bytes,
             });
         }
-        let first = (layer * self.sequences + sequence) * self.bytes;
+        let first = (layer * self.capacity + sequence) * self.bytes;
         Ok(first..first + self.bytes)
     }
 
@@ -129,6 +135,46 @@ impl Centres {
             Ok(*sequence as u32)
         };
         listed.iter().map(row).collect()
+    }
+
+    /// Makes room for `count` sequences more, behind all work so far that reads or writes centres; launches to come find them in other memory.
+    pub(crate) fn grow(&mut self, count: usize) -> Result<(), Error> {
+        let what = "sequences with centres of K";
+        let sequences = self.sequences.saturating_add(count);
+        sizes::int(what, sequences)?;
+        if sequences > self.capacity {
+            let capacity = sequences.max(self.capacity.saturating_mul(2));
+            let memory = self.copied(capacity)?;
+            self.outgrown.push(std::mem::replace(&mut self.memory, memory));
+            self.capacity = capacity;
+        }
+        self.sequences = sequences;
+        Ok(())
+    }
+
+    /// A copy with room for so many sequences in each layer, which is there when this returns.
+    fn copied(&self, capacity: usize) -> Result<CudaSlice<u8>, Error> {
+        let parts = [self.layers, capacity, self.bytes];
+        let all = sizes::product("bytes of centres of K", &parts)?;
+        let device = &self.gpu.device;
+        device.bind()?;
+        let memory = device.stream.alloc_zeros(all);
+        let mut memory = memory.map_err(failed("allocating centres of K"))?;
+        // SAFETY: the device's own stream is alive, and its context current.
+        unsafe { self.calls().begin(Stream::of(device.stream.cu_stream())) }?;
+        let held = self.sequences * self.bytes;
+        let mut copy = || {
+            let wait = device.wait_on_drop()?;
+            for layer in (0..self.layers).filter(|_| held > 0) {
+                let [from, to] = [self.capacity, capacity].map(|each| layer * each * self.bytes);
+                let from = self.memory.slice(from..from + held);
+                let mut to = memory.slice_mut(to..to + held);
+                device.stream.memcpy_dtod(&from, &mut to)?;
+            }
+            wait.finish()
+        };
+        copy().map_err(failed("copying centres of K"))?;
+        Ok(memory)
     }
 
     /// Copies a sequence's centres in a layer to the host.

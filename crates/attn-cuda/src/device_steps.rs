@@ -111,7 +111,8 @@ impl CudaSteps {
         let device = &self.gpu.device;
         self.plans.get_or_make((kind, planned), |(kind, planned)| {
             let layout = KvLayout::Pages(config.page_size);
-            let plan = prepare(*kind, device, planned, config.format, layout)?;
+            let of = (config.format, layout);
+            let plan = prepare(*kind, device, planned, of, config.centres)?;
             events::prepared(BACKEND, planned, config.format);
             Ok(plan)
         })

@@ -391,6 +391,13 @@ impl PageStore for CudaPages {
         centres.write([layer, sequence], bytes)
     }
 
+    fn grow_centres(&mut self, _: &CacheAccess, sequences: usize) -> Result<(), Error> {
+        self.centres
+            .as_mut()
+            .ok_or_else(no_centres)?
+            .grow(sequences)
+    }
+
     fn as_any(&self) -> &dyn Any {
         self
     }

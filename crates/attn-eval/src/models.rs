@@ -72,9 +72,9 @@ pub struct PerplexityArgs {
     /// Formats, and f32: plain attention over a cache of f32, which all are compared with, products in f32.
     #[arg(long, value_delimiter = ',', default_value = "f32,bf16,fp8,int8,int8/int4,int4", value_parser = format)]
     kv: Vec<CacheFormat>,
-    /// Take centres off the keys of caches whose format allows it.
+    /// Store keys with their centres, also where caches take them off by default.
     #[arg(long)]
-    centres: bool,
+    no_centres: bool,
     /// Give all keys a constant of this norm in the five slowest rotary pairs, as biases of K do; plain attention does not see it.
     #[arg(long, default_value_t = 0.0, value_name = "NORM", value_parser = norm)]
     k_bias: f32,
@@ -248,7 +248,7 @@ fn generate_in(
         sequences,
         needed,
         options.chunk,
-        false,
+        true,
     )?;
     let streams = !console.json && !args.side_by_side && prompts.len() == 1;
     let mut text = ready.tokenizer.stream();
@@ -372,7 +372,7 @@ pub fn perplexity(
         reference: reference.as_ref(),
         backend: Arc::clone(&ready.backend),
         formats: &formats,
-        centres: args.centres,
+        centres: !args.no_centres,
         k_bias: args.k_bias,
         chunk: args.model.chunk(),
     };
@@ -392,7 +392,7 @@ pub fn perplexity(
     }
     let values: Vec<Value> = results.iter().map(fidelity_value).collect();
     console.value(&json!({
-        "device": ready.device, "products": products.to_string(), "tokens": args.tokens, "pieces": pieces.len(), "centres": args.centres, "k_bias": args.k_bias,
+        "device": ready.device, "products": products.to_string(), "tokens": args.tokens, "pieces": pieces.len(), "centres": !args.no_centres, "k_bias": args.k_bias,
         "formats": values,
     }))?;
     if let Some(plot) = plot {

@@ -234,6 +234,7 @@ fn through_a_cache(
         dim: shape.head_dim,
     };
     let config = CacheConfig::builder(shape.format, heads)
+        .centres(false)
         .page_size(shape.page_size)
         .pages(made.len() + 1)
         .tensor_scales(k_scales, v_scales)

@@ -62,6 +62,7 @@ fn config(draw: &mut Draw<'_, '_>) -> CacheConfig {
         },
     )
     .unit_tensor_scales()
+    .centres(false)
     .sequences(draw.range(1..=4))
     .max_len(0)
     .build();

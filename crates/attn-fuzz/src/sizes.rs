@@ -309,6 +309,7 @@ fn cache(draw: &mut Draw<'_, '_>) -> Result<(), String> {
         },
     )
     .unit_tensor_scales()
+    .centres(false)
     .sequences(2)
     .max_len(200)
     .build();

@@ -39,12 +39,9 @@ fn add(all: &mut Vec<Instance>, problem: &Problem, format: KvFormat, layout: KvL
         }
     }
     if covered(format, layout).is_ok() {
-        all.extend(Instance::all_decode(
-            problem,
-            format,
-            layout,
-            arch.shared_limit(),
-        ));
+        let decode = Instance::all_decode(problem, format, layout, arch.shared_limit());
+        all.extend(decode.iter().copied().map(Instance::with_centres));
+        all.extend(decode);
     }
 }
 

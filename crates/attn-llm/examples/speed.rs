@@ -207,7 +207,7 @@ fn caches(
     }
     for &format in formats {
         let backend = Arc::from(attn::open(BackendId::Cpu)?);
-        let kv = PagedKv::new(backend, model, format, 1, max_len, CHUNK, false)?;
+        let kv = PagedKv::new(backend, model, format, 1, max_len, CHUNK, true)?;
         caches.push(Named {
             name: format.to_string(),
             kv: Box::new(kv),

@@ -19,7 +19,7 @@ fn backend() -> Arc<dyn DecodeAttention> {
 
 fn paged(model: &Model, format: &str, sequences: usize, len: usize) -> PagedKv {
     let format: KvFormat = format.parse().unwrap();
-    PagedKv::new(backend(), model.config(), format, sequences, len, 64, false).unwrap()
+    PagedKv::new(backend(), model.config(), format, sequences, len, 64, true).unwrap()
 }
 
 #[test]
@@ -456,7 +456,7 @@ fn texts_beyond_the_room_are_refused_and_change_nothing() {
         1 << 20,
         1 << 20,
         64,
-        false,
+        true,
     );
     let error = most.err().expect("too large").to_string();
     assert!(

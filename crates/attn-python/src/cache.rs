@@ -239,6 +239,22 @@ impl Cache {
         self.with(py, |session| session.drop_before(sequence, token))
     }
 
+    fn shard_centres(&self, py: Python<'_>, sequence: usize) -> PyResult<Vec<u8>> {
+        self.with(py, |session| session.shard_centres(sequence))
+    }
+
+    fn begin_shard(
+        &self,
+        py: Python<'_>,
+        sequence: usize,
+        tokens_before: usize,
+        centres: &[u8],
+    ) -> PyResult<()> {
+        self.with(py, |session| {
+            session.begin_shard(sequence, tokens_before, centres)
+        })
+    }
+
     fn add_sequences(&self, py: Python<'_>, count: usize) -> PyResult<()> {
         self.with(py, |session| session.add_sequences(count))
     }
@@ -288,6 +304,12 @@ impl Cache {
     #[getter]
     fn has_window(&self) -> bool {
         self.config.format.window() != Window::None
+    }
+
+    /// Whether keys are stored without their centres.
+    #[getter]
+    fn centres(&self) -> bool {
+        self.config.centres
     }
 
     /// Bytes of a page in each layer.

@@ -211,7 +211,7 @@ CACHE = dict(
     max_q_len=(64, [COUNT]),
     k_scales=(None, [NUMBERS, NONE]),
     v_scales=(None, [NUMBERS, NONE]),
-    centres=(False, [FLAG]),
+    centres=(False, [FLAG, NONE]),
 )
 METHODS = {
     "append": dict(k=(X, [ROWS]), v=(X, [ROWS]), sequences=([0], [COUNT, COUNTS, NONE]), tokens=([1], [COUNTS, NONE])),
@@ -221,6 +221,7 @@ METHODS = {
     "attend_spans": dict(STEP, tokens_before=([0], [COUNTS, NONE]), tokens_after=([0], [COUNTS, NONE]), spans=(1, [COUNT, NONE])),
     "truncate": dict(sequence=(0, [COUNT]), tokens=(60, [COUNT])),
     "drop_before": dict(sequence=(0, [COUNT]), token=(64, [COUNT])),
+    "shard_centres": dict(sequence=(0, [COUNT])),
     "add_sequences": dict(sequences=(1, [COUNT])),
     "add_pages": dict(pages=(1, [COUNT])),
     "free": dict(sequence=(0, [COUNT])),

@@ -10,11 +10,14 @@ SCALES = dict(k_scales=[0.05, 0.02], v_scales=[0.02, 0.05])
 
 def shards(format, k, v, lens, cuts, **options):
     """For each shard between two of `cuts` its cache, which has no other tokens, and how many lie ahead and follow."""
-    first = numpy.cumsum([0, *lens])
+    first, first_shard = numpy.cumsum([0, *lens]), None
     for start, end in zip(cuts, cuts[1:]):
         parts = [(min(start, n), min(end, n)) for n in lens]
         cache = attn.Cache(format, heads=2, dim=64, max_tokens=max(b - a for a, b in parts), sequences=len(lens), max_q_len=200, device="cpu", **options)
+        first_shard = first_shard if start else cache
         for i, (a, b) in enumerate(parts):
+            if start and a < b:
+                cache.begin_shard(i, start, first_shard.shard_centres(i))
             cache.append(k[first[i] + a : first[i] + b], v[first[i] + a : first[i] + b], sequences=i)
         yield cache, dict(tokens_before=[start if a < b else 0 for a, b in parts], tokens_after=[n - b for n, (_, b) in zip(lens, parts)])
 

@@ -216,14 +216,18 @@ impl Session {
     /// let heads = Heads { q: 4, kv: 1, dim: 64 };
     /// let config = CacheConfig::builder(KvFormat::INT8, heads).max_len(1024).build();
     /// let q = [0.25; 4 * 64];
-    /// // 1024 tokens here, and 300 in another shard.
-    /// let mut shards = Vec::new();
+    /// // 1024 tokens here, and 300 in another shard, whose keys have the first one's centres.
+    /// let (mut shards, mut centres) = (Vec::new(), Vec::new());
     /// for (before, tokens, after) in [(0, 1024, 300), (1024, 300, 0)] {
     ///     let mut session = Session::new(device.clone(), &config)?;
+    ///     if before > 0 {
+    ///         session.begin_shard(0, before, &centres)?;
+    ///     }
     ///     let append = [Append { sequence: 0, tokens }];
     ///     session.append(&append, &vec![0.5; tokens * 64], &vec![2.0; tokens * 64])?;
     ///     let at = Attend { tokens_before: &[before], tokens_after: &[after], ..Attend::new(heads.q, &[0]) };
     ///     shards.push(session.span_states(&at, &q)?);
+    ///     centres = session.shard_centres(0)?;
     /// }
     /// let (mut out, mut lse) = ([0.0; 4 * 64], [0.0; 4]);
     /// SpanStates::finish(&shards, &Problem::new(heads, [1324]), KvFormat::INT8, &[], (&mut out, &mut lse))?;
@@ -377,6 +381,28 @@ impl Session {
     /// Those of [`KvCache::drop_before`].
     pub fn drop_before(&mut self, sequence: usize, token: usize) -> Result<(), Error> {
         self.cache.drop_before(sequence, token)
+    }
+
+    /// The centres of K of a sequence, for its later shards in other caches.
+    ///
+    /// # Errors
+    /// Those of [`KvCache::shard_centres`].
+    pub fn shard_centres(&self, sequence: usize) -> Result<Vec<u8>, Error> {
+        self.wait()?;
+        self.cache.shard_centres(sequence)
+    }
+
+    /// Makes an empty sequence a later shard, with the centres of its first one.
+    ///
+    /// # Errors
+    /// Those of [`KvCache::begin_shard`].
+    pub fn begin_shard(
+        &mut self,
+        sequence: usize,
+        tokens_before: usize,
+        centres: &[u8],
+    ) -> Result<(), Error> {
+        self.cache.begin_shard(sequence, tokens_before, centres)
     }
 
     /// Empties a sequence.

@@ -10,8 +10,8 @@ use super::{
     instance::{Instance, covered},
 };
 
-/// The instances that `build.rs` embeds: presets and plain floats on pages of 64, few rows and prompts of `many_rows.cu`, and their appends; of the presets'
-/// shards a decode step's, and their merge.
+/// The instances that `build.rs` embeds: presets, with centres of K and without, and plain floats on pages of 64, few rows and prompts of `many_rows.cu`, and their
+/// appends; of the presets' shards a decode step's, and their merge.
 pub fn common(arch: Arch) -> Vec<Instance> {
     let mut all = vec![
         Instance::Check,
@@ -62,6 +62,8 @@ pub fn common(arch: Arch) -> Vec<Instance> {
             }
         }
     }
+    let centred: Vec<Instance> = all.iter().copied().map(Instance::with_centres).collect();
+    all.extend(centred);
     let mut seen = HashSet::new();
     all.retain(|instance| seen.insert(*instance));
     all

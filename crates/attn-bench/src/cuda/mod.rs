@@ -9,12 +9,12 @@ mod transfer;
 
 use std::time::{Duration, Instant};
 
-use attn_core::{DecodeAttention, Error};
+use attn_core::{DecodeAttention, Error, Problem, centres::CENTRES};
 use attn_cuda::{
     CudaBackend,
     internals::{ReadArgs, check_native, context, failed, prepare_read, product},
     native::{
-        AppendArgs, DecodeArgs, DeviceAddress, DeviceKv, Dtype, KvLayout, NativePlan,
+        AppendArgs, CentresArgs, DecodeArgs, DeviceAddress, DeviceKv, Dtype, KvLayout, NativePlan,
         Prepared as PreparedOp,
     },
 };
@@ -71,6 +71,33 @@ struct Step {
     query_blocks: Option<CudaSlice<i32>>,
     workspace: CudaSlice<u8>,
     scales: [DeviceAddress; 2],
+    centres: Option<Centres>,
+}
+
+/// Centres of K of noise, for each sequence.
+struct Centres {
+    /// bf16 `[batch][num_kv_heads][2][head_dim]`.
+    all: CudaSlice<u16>,
+    rows: CudaSlice<u32>,
+}
+
+impl Centres {
+    fn new(buffers: &Buffers, problem: &Problem) -> Result<Self, Error> {
+        let batch = problem.batch();
+        let elements = [batch, problem.num_kv_heads, CENTRES, problem.head_dim];
+        let elements = product("elements of centres of K", &elements)?;
+        Ok(Centres {
+            all: buffers.upload(&bf16(&noise(8, elements)))?,
+            rows: buffers.upload(&(0..batch as u32).collect::<Vec<_>>())?,
+        })
+    }
+
+    fn args(&self, buffers: &Buffers) -> CentresArgs {
+        CentresArgs {
+            centres: buffers.address(&self.all),
+            rows: buffers.address(&self.rows),
+        }
+    }
 }
 
 /// Where K and V of one copy lie.
@@ -293,6 +320,10 @@ impl CudaTimer {
             workspace: buffers.bytes(plan.workspace_bytes())?,
             plan,
             scales,
+            centres: match workload.centres {
+                true => Some(Centres::new(buffers, problem)?),
+                false => None,
+            },
         })
     }
 
@@ -330,8 +361,17 @@ impl CudaTimer {
             work != Operation::Decode,
         ) else {
             // SAFETY: `step`'s buffers and the arena were sized for the plan's problem and live until the graph is dropped; the
-            // page table names pages of the copy alone; the workspace was zeroed by its allocation; one stream.
-            return unsafe { self.gpu.decode_on(&step.plan, stream, &decode) };
+            // page table names pages of the copy alone; the workspace was zeroed by its allocation; every sequence has its own centres; one stream.
+            return unsafe {
+                match &step.centres {
+                    None => self.gpu.decode_on(&step.plan, stream, &decode),
+                    Some(centres) => {
+                        let centres = centres.args(&self.buffers);
+                        self.gpu
+                            .decode_with_centres_on(&step.plan, stream, &decode, &centres)
+                    }
+                }
+            };
         };
         let args = AppendArgs {
             batch: step.kv_lens.len(),
@@ -399,6 +439,10 @@ impl CudaTimer {
         let timer = &*self;
         let rotation = step.rotation;
         let launches = rotation.launches();
+        // The first launch over centres loads its kernel, which no capture allows.
+        if step.centres.is_some() {
+            timer.enqueue(workload.operation, &step, rotation.at(0))?;
+        }
         let work = timer.capture(&|| {
             (0..launches).try_for_each(|i| timer.enqueue(workload.operation, &step, rotation.at(i)))
         })?;

@@ -205,6 +205,7 @@ pub(super) fn fill(
     // As long as the plan may ask.
     let stride = longest.max(workload.planned.div_ceil(page_size));
     let config = CacheConfig::builder(workload.format, problem.heads())
+        .centres(false)
         .sequences(batch)
         .page_size(page_size)
         .pages(total + batch * slots)

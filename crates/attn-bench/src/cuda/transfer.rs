@@ -98,6 +98,7 @@ impl CudaTimer {
         let slots = format.residual_slots(PAGE_SIZE, 1);
         let home = BATCH * LEN / PAGE_SIZE;
         let config = CacheConfig::builder(format, heads)
+            .centres(false)
             .sequences(BATCH)
             .pages(home + BATCH * slots)
             .build();

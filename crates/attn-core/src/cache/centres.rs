@@ -5,8 +5,9 @@ use half::bf16;
 use super::{CacheAccess, FirstTile, KvCache, PageStore, PageTable, TokenWrite};
 use crate::{
     error::{Error, filled, refuse},
-    problem::Problem,
-    segments::TILE,
+    format::BF16_MAX,
+    problem::{MAX_TOKENS, Problem},
+    segments::{SPAN_TOKENS, TILE},
 };
 
 /// Writes tokens to a store.
@@ -97,8 +98,7 @@ impl KvCache {
             self.store.read_centres(&access, layer, sequence, out)?;
             let centre = 2 * self.config.head_dim;
             for (i, centre) in out.chunks_exact_mut(centre).enumerate() {
-                let least = [1, TILE][i % 2];
-                if self.table.lens[sequence] < least {
+                if self.table.tokens_before[sequence] + self.table.lens[sequence] < [1, TILE][i % 2] {
                     centre.fill(0);
                 }
             }
@@ -145,16 +145,118 @@ impl KvCache {
         )
     }
 
-    /// Refuses a later shard of sequences: its centres are those of the first shard.
-    pub(super) fn check_shard(&self, problem: &Problem) -> Result<(), Error> {
-        let ahead = problem.tokens_before.iter().find(|tokens| **tokens > 0);
-        match ahead.filter(|_| self.config.centres) {
-            None => Ok(()),
-            Some(tokens) => refuse(
-                "tokens_before",
-                *tokens,
-                "0 over a cache with centres of K; create the shards' caches without centres",
-            ),
+    /// The centres of a sequence whose first tile is whole, `[layers, num_kv_heads, 2, head_dim]` in bf16: what [`KvCache::begin_shard`] takes for its later
+    /// shards, in other caches. Empty for a cache without centres.
+    ///
+    /// # Errors
+    /// [`Error::Parameter`] for fewer than 64 tokens, whose mean the second centre is; [`Error::Sequence`], [`Error::Step`], [`Error::OutOfMemory`],
+    /// [`Error::Device`].
+    pub fn shard_centres(&self, sequence: usize) -> Result<Vec<u8>, Error> {
+        self.check_sequence(sequence)?;
+        self.check_settled("a copy of centres", sequence)?;
+        let tokens = self.table.tokens_before[sequence] + self.table.lens[sequence];
+        if self.config.centres && tokens < TILE {
+            return refuse(
+                "the tokens of a sequence whose centres are copied",
+                tokens,
+                "64 or more, of whose keys the second centre is the mean",
+            );
         }
+        let bytes = self.all_centres_bytes();
+        let mut centres = filled("centres of K", bytes, 0)?;
+        self.read_all_centres(sequence, &mut centres)?;
+        Ok(centres)
+    }
+
+    /// Makes an empty sequence a later shard, ahead of which `tokens_before` tokens lie in other caches: a multiple of 1024. Its keys have the centres of
+    /// its first shard, which [`KvCache::shard_centres`] copies: so they have the bytes of the same tokens in one cache. Steps attend it with
+    /// [`Problem::tokens_before`] of so many. A cache without centres takes none, and need not know.
+    ///
+    /// The sequence is no shard any more once it is freed.
+    ///
+    /// # Errors
+    /// [`Error::Sequence`]; [`Error::NotEmpty`]; [`Error::Parameter`] for tokens before that are not those of whole spans, or as many as a sequence has at most, and
+    /// for centres that no cache writes; [`Error::Length`] for other centres than the cache's; [`Error::Device`]. Nothing is changed then.
+    pub fn begin_shard(
+        &mut self,
+        sequence: usize,
+        tokens_before: usize,
+        centres: &[u8],
+    ) -> Result<(), Error> {
+        self.check_sequence(sequence)?;
+        self.check_empty("the beginning of a shard", sequence)?;
+        check_before(tokens_before)?;
+        let needed = self.all_centres_bytes();
+        if centres.len() != needed {
+            return Err(Error::Length {
+                what: "the centres of a shard",
+                given: centres.len(),
+                needed,
+            });
+        }
+        check_elements("a centre of K of a shard", centres)?;
+        // Tokens from position 64 on have the second centre, also those of the shard's own first tile.
+        let row = 2 * self.config.head_dim;
+        let mut own = filled("centres of K", needed, 0)?;
+        let heads = own.chunks_exact_mut(2 * row).zip(centres.chunks_exact(2 * row));
+        for (own, given) in heads {
+            own[..row].copy_from_slice(&given[row..]);
+            own[row..].copy_from_slice(&given[row..]);
+        }
+        self.write_all_centres(sequence, &own)?;
+        self.table.tokens_before[sequence] = tokens_before;
+        Ok(())
+    }
+
+    fn all_centres_bytes(&self) -> usize {
+        self.config.centres_bytes().saturating_mul(self.config.layers)
+    }
+
+    /// Refuses to attend a shard of other tokens ahead than its keys were written with: it would have another one's centres.
+    pub(super) fn check_shards(&self, problem: &Problem, table: &PageTable) -> Result<(), Error> {
+        if !self.config.centres {
+            return Ok(());
+        }
+        let held = (0..problem.batch()).filter(|b| table.lens[*b] > 0);
+        for b in held.filter(|b| problem.q_lens[*b] > 0) {
+            let (given, own) = (problem.before(b), table.tokens_before[b]);
+            if given != own {
+                return refuse(
+                    "tokens_before",
+                    format_args!(
+                        "{given} for sequence {}, which was begun with {own}",
+                        table.sequences[b]
+                    ),
+                    "over centres of K those that the sequence was begun with: begin later shards by `begin_shard`, or create their cache without centres",
+                );
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Refuses tokens ahead of a shard that no shards have.
+pub(super) fn check_before(tokens_before: usize) -> Result<(), Error> {
+    if tokens_before.is_multiple_of(SPAN_TOKENS) && tokens_before < MAX_TOKENS {
+        return Ok(());
+    }
+    refuse(
+        "tokens_before",
+        tokens_before,
+        "multiples of 1024 below 1048576: shards ahead are of whole spans",
+    )
+}
+
+/// Refuses elements that no centre has.
+pub(super) fn check_elements(what: &'static str, centres: &[u8]) -> Result<(), Error> {
+    let (elements, _) = centres.as_chunks();
+    let mut elements = elements.iter().map(|x| bf16::from_le_bytes(*x).to_f32());
+    match elements.find(|x| x.is_nan() || x.abs() > BF16_MAX) {
+        None => Ok(()),
+        Some(x) => refuse(
+            what,
+            x,
+            "finite elements of at most 2^50; it is damaged, save the sequence again",
+        ),
     }
 }

@@ -67,6 +67,7 @@ impl KvCache {
         reserve("the numbers of sequences", &mut table.sequences, count)?;
         reserve("the lengths", &mut table.lens, count)?;
         reserve("the first tokens", &mut table.first_tokens, count)?;
+        reserve("the tokens before", &mut table.tokens_before, count)?;
         if config.centres && count > 0 {
             self.store.grow_centres(&CacheAccess::here()?, count)?;
         }
@@ -76,6 +77,7 @@ impl KvCache {
         table.residual_pages.resize(sequences, Vec::new());
         table.lens.resize(sequences, 0);
         table.first_tokens.resize(sequences, 0);
+        table.tokens_before.resize(sequences, 0);
         self.config = config;
         Ok(())
     }

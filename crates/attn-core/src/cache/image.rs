@@ -2,13 +2,12 @@
 
 use std::{borrow::Cow, ops::Range};
 
-use half::bf16;
-
+use super::centres::check_before;
 use crate::{
     cache_config::{CacheConfig, MAX_LAYERS},
     centres::centres_bytes,
     error::{Error, Given, refuse},
-    format::{BF16_MAX, KvFormat},
+    format::KvFormat,
     layout::PageLayout,
     page_bytes::SequencePages,
     problem::MAX_TOKENS,
@@ -24,10 +23,13 @@ const VERSION: u32 = 2;
 const CHECKSUM: usize = 16;
 
 /// Zeros.
-const RESERVED: Range<usize> = 56..64;
+const RESERVED: Range<usize> = 60..64;
 
 /// Whether centres of K follow the pages.
 const HAS_CENTRES: usize = 52;
+
+/// Tokens of the sequence that lie in shards ahead.
+const TOKENS_BEFORE: usize = 56;
 
 /// Where the format's name lies, filled up with zeros.
 const FORMAT: Range<usize> = 64..128;
@@ -72,6 +74,8 @@ pub(super) struct Description {
     layers: usize,
     /// Whether centres of K follow the pages.
     centres: bool,
+    /// Tokens of the sequence that lie in shards ahead.
+    tokens_before: usize,
     /// Static scales of K and of V, one layer behind the other.
     tensor_scales: [Vec<f32>; 2],
 }
@@ -122,6 +126,12 @@ impl<'a> SequenceImage<'a> {
         self.description.pages.tokens()
     }
 
+    /// Tokens of the sequence that lie in shards ahead ([`KvCache::begin_shard`](crate::KvCache::begin_shard)).
+    #[must_use]
+    pub fn tokens_before(&self) -> usize {
+        self.description.tokens_before
+    }
+
     /// Number of layers.
     #[must_use]
     pub fn layers(&self) -> usize {
@@ -162,17 +172,22 @@ impl<'a> SequenceImage<'a> {
 
 impl Description {
     /// The description of these pages of a cache with this configuration.
-    pub fn new(pages: SequencePages, config: &CacheConfig) -> Self {
+    pub fn new(pages: SequencePages, tokens_before: usize, config: &CacheConfig) -> Self {
         Description {
             pages,
             layers: config.layers,
             centres: config.centres,
+            tokens_before,
             tensor_scales: [&config.k_tensor_scales, &config.v_tensor_scales].map(Vec::clone),
         }
     }
 
     pub fn pages(&self) -> &SequencePages {
         &self.pages
+    }
+
+    pub fn tokens_before(&self) -> usize {
+        self.tokens_before
     }
 
     pub fn header_bytes(&self) -> usize {
@@ -187,23 +202,6 @@ impl Description {
                 centres_bytes(layout.num_kv_heads(), layout.head_dim()).saturating_mul(self.layers)
             }
             false => 0,
-        }
-    }
-
-    /// Refuses elements that no centre has.
-    ///
-    /// # Errors
-    /// [`Error::Parameter`].
-    pub fn check_centres(&self, centres: &[u8]) -> Result<(), Error> {
-        let (elements, _) = centres.as_chunks();
-        let mut elements = elements.iter().map(|x| bf16::from_le_bytes(*x).to_f32());
-        match elements.find(|x| x.is_nan() || x.abs() > BF16_MAX) {
-            None => Ok(()),
-            Some(x) => refuse(
-                "a centre of K of a sequence's image",
-                x,
-                "finite elements of at most 2^50; the image is damaged, save the sequence again",
-            ),
         }
     }
 
@@ -232,6 +230,7 @@ impl Description {
             (44, layout.page_size()),
             (48, self.pages.residuals()),
             (HAS_CENTRES, usize::from(self.centres)),
+            (TOKENS_BEFORE, self.tokens_before),
         ];
         for (at, word) in words {
             image[at..at + 4].copy_from_slice(&(word as u32).to_le_bytes());
@@ -293,6 +292,8 @@ impl Description {
                 "at most 1048576; the image is damaged, save the sequence again",
             );
         }
+        let tokens_before = number(TOKENS_BEFORE);
+        check_before(tokens_before)?;
         let home = (tokens as usize).div_ceil(layout.page_size());
         let num_pages = home.saturating_add(number(48));
         let layers = number(32);
@@ -312,6 +313,7 @@ impl Description {
             pages: SequencePages::new(layout, tokens as usize, num_pages)?,
             layers,
             centres,
+            tokens_before,
             tensor_scales: has_scales.map(|has| vec![1.0; if has { count } else { 0 }]),
         };
         description.check_size(image)?;

@@ -23,6 +23,8 @@ pub struct PageTable {
     pub lens: Vec<usize>,
     /// The first token of each sequence that has not been dropped; whole pages, and whole tiles of 64 tokens, lie before it.
     pub first_tokens: Vec<usize>,
+    /// Tokens of each sequence that lie in shards ahead ([`KvCache::begin_shard`](super::KvCache::begin_shard)); 0 where it begins here.
+    pub tokens_before: Vec<usize>,
 }
 
 impl PageTable {

@@ -413,7 +413,7 @@ impl KvCache {
                     residual_page,
                     token: t % page_size,
                     sequence: r.sequence,
-                    position: t,
+                    position: self.table.tokens_before[r.sequence] + t,
                 });
             }
         }

@@ -46,14 +46,16 @@ impl<'a> CacheLayer<'a> {
             .iter()
             .try_for_each(|sequence| cache.check_sequence(*sequence))?;
         let of = |lists: &[Vec<u32>]| sequences.iter().map(|s| lists[*s].clone()).collect();
+        let numbers_of = |all: &[usize]| sequences.iter().map(|s| all[*s]).collect();
         Ok(CachedSequences {
             layer: self,
             table: PageTable {
                 pages: of(&all.pages),
                 residual_pages: of(&all.residual_pages),
                 sequences: sequences.to_vec(),
-                lens: sequences.iter().map(|s| all.lens[*s]).collect(),
-                first_tokens: sequences.iter().map(|s| all.first_tokens[*s]).collect(),
+                lens: numbers_of(&all.lens),
+                first_tokens: numbers_of(&all.first_tokens),
+                tokens_before: numbers_of(&all.tokens_before),
                 first_residual_pages: all.first_residual_pages,
             },
         })

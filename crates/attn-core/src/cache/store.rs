@@ -182,7 +182,7 @@ pub trait PageStore: Send + Sync {
         refuse(
             "sequences to add",
             sequences,
-            "0 where this backend keeps centres of K; create a larger cache, and move the sequences by `image` and `restore`",
+            "0 where this backend keeps centres of K; create the cache with more sequences, or without centres",
         )
     }
     /// Adds `pages` pages behind the last one of each layer; the others keep their numbers and bytes.

@@ -3,7 +3,10 @@
 
 use std::ops::Range;
 
-use super::{CacheAccess, KvCache, SequenceImage, append::check_len, image::Description};
+use super::{
+    CacheAccess, KvCache, SequenceImage, append::check_len, centres::check_elements,
+    image::Description,
+};
 use crate::{
     error::{Error, filled, refuse, reserve},
     page_bytes::SequencePages,
@@ -88,7 +91,8 @@ impl KvCache {
 
     fn description(&self, sequence: usize) -> Result<Description, Error> {
         let held = self.pages_held(sequence)?;
-        Ok(Description::new(held, &self.config))
+        let before = self.table.tokens_before[sequence];
+        Ok(Description::new(held, before, &self.config))
     }
 
     /// The pages to save of a sequence: its home pages, and the residual pages that any run of so many tokens keeps.
@@ -139,13 +143,15 @@ impl KvCache {
         let description = image.description();
         description.check_cache(&self.config)?;
         self.pages.check_room(description.pages().count())?;
-        description.check_centres(image.centres())?;
+        check_elements("a centre of K of a sequence's image", image.centres())?;
         self.fill(
             sequence,
             description.pages(),
             image.pages(),
             image.centres(),
-        )
+        )?;
+        self.table.tokens_before[sequence] = description.tokens_before();
+        Ok(())
     }
 
     /// Fills an empty sequence with `tokens` tokens from pages of this cache's format, shape and tensor scales, which the pages do not say: those of
@@ -217,6 +223,7 @@ impl KvCache {
         self.table.residual_pages[sequence] = residuals.to_vec();
         self.table.pages[sequence] = home.to_vec();
         self.table.lens[sequence] = held.tokens();
+        self.table.tokens_before[sequence] = 0;
         Ok(())
     }
 

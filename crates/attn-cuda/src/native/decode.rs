@@ -35,9 +35,8 @@ pub struct NativePlan {
     pub(crate) problem: Problem,
     format: KvFormat,
     layout: KvLayout,
-    kernel: Arc<LoadedKernel>,
-    /// The kernel for caches with centres of K, from the first launch over one on.
-    centred: OnceLock<Arc<LoadedKernel>>,
+    /// The kernels for keys as they are and for keys that lack centres of K: one from the beginning, the other from its first launch on.
+    kernels: [OnceLock<Arc<LoadedKernel>>; 2],
     /// `dequantize.cu`, `dequantize_rows.cu` or `gather_pages.cu`, where it makes the pages that are attended.
     dequantize: Option<Arc<LoadedKernel>>,
     /// Where the device lists the blocks.
@@ -102,14 +101,19 @@ impl NativePlan {
         num_spans(self.max_kv_len()).max(1)
     }
 
-    /// The kernel for caches with centres of K. Loads (at first compiles) it at the first call, which is not for use inside a capture.
-    fn centred(&self, device: &Device) -> Result<&Arc<LoadedKernel>, Error> {
-        if let Some(kernel) = self.centred.get() {
+    /// The kernel for keys as they are, or for keys that lack centres of K. Loads (at first compiles) it at the first call, which is not for use inside a capture.
+    fn kernel(&self, device: &Device, centres: bool) -> Result<&Arc<LoadedKernel>, Error> {
+        let place = &self.kernels[usize::from(centres)];
+        if let Some(kernel) = place.get() {
             return Ok(kernel);
         }
         let plan = &self.launch_plan;
-        let kernel = device.kernel(&plan.instance.with_centres(), plan.shared_bytes)?;
-        Ok(self.centred.get_or_init(|| kernel))
+        let instance = match centres {
+            true => plan.instance.with_centres(),
+            false => plan.instance,
+        };
+        let kernel = device.kernel(&instance, plan.shared_bytes)?;
+        Ok(place.get_or_init(|| kernel))
     }
 
     /// The kernel of [`ListBlocksArgs`].
@@ -126,12 +130,13 @@ impl NativePlan {
     }
 }
 
+/// Prepares launches, with the kernel for keys that lack centres of K, or as they are.
 pub(crate) fn prepare(
     kind: PlanKind,
     device: &Device,
     problem: &Problem,
-    format: KvFormat,
-    layout: KvLayout,
+    (format, layout): (KvFormat, KvLayout),
+    centres: bool,
 ) -> Result<NativePlan, Error> {
     let launch_plan = LaunchPlan::new(
         kind,
@@ -141,7 +146,6 @@ pub(crate) fn prepare(
         format,
         layout,
     )?;
-    let kernel = device.kernel(&launch_plan.instance, launch_plan.shared_bytes)?;
     let dequantize = launch_plan
         .dequantized
         .map(|pages| device.kernel(&pages.instance, 0))
@@ -158,17 +162,18 @@ pub(crate) fn prepare(
         problem.tokens_before.clear();
         problem.tokens_after.clear();
     }
-    Ok(NativePlan {
+    let plan = NativePlan {
         dequantize,
         list_blocks,
         problem,
         format,
         layout,
-        kernel,
-        centred: OnceLock::new(),
+        kernels: Default::default(),
         check,
         launch_plan,
-    })
+    };
+    plan.kernel(device, centres)?;
+    Ok(plan)
 }
 
 /// What a decode has beside its arguments.
@@ -234,10 +239,9 @@ pub(crate) unsafe fn launch_decode_as(
         let launch_plan = &plan.launch_plan;
         params = launch_plan.spans_params(&plan.problem, spans, params)?;
     }
-    let mut kernel = &plan.kernel;
+    let kernel = plan.kernel(device, centres.is_some())?;
     if let Some(centres) = centres {
         params = plan.launch_plan.centres_params(centres, params)?;
-        kernel = plan.centred(device)?;
     }
     if !plan.layout.is_rows() {
         // Blocks end before the sequence does: their launch waits for all of the append.
@@ -337,7 +341,7 @@ impl CudaBackend {
         layout: KvLayout,
     ) -> Result<NativePlan, Error> {
         self.device.bind()?;
-        let plan = prepare(kind, &self.device, problem, format, layout)?;
+        let plan = prepare(kind, &self.device, problem, (format, layout), false)?;
         plan.launch_plan.check_longest(problem)?;
         Ok(plan)
     }
@@ -366,6 +370,30 @@ impl CudaBackend {
     ) -> Result<(), Error> {
         // SAFETY: this function's contract.
         unsafe { launch_decode(&self.device, plan, stream.raw(), args, 0) }
+    }
+
+    /// Enqueues, as [`CudaBackend::decode_on`] does, one decode step over pages whose keys lack centres of K, which a cache writes. The first one of a plan loads
+    /// its kernel, and is not for use inside a capture.
+    ///
+    /// # Safety
+    /// Those of [`CudaBackend::decode_on`]; the centres are device memory as documented, of finite elements, and stay so until the work has run.
+    ///
+    /// # Errors
+    /// Those of [`CudaBackend::decode_on`]; [`Error::Parameter`] for a format whose caches have no centres, and for a plan of
+    /// [`Arithmetic::Fast`](attn_core::Arithmetic::Fast).
+    pub unsafe fn decode_with_centres_on(
+        &self,
+        plan: &NativePlan,
+        stream: Stream,
+        args: &DecodeArgs,
+        centres: &CentresArgs,
+    ) -> Result<(), Error> {
+        let beside = Beside {
+            centres: Some(centres),
+            ..Beside::default()
+        };
+        // SAFETY: this function's contract.
+        unsafe { launch_decode_as(&self.device, plan, stream.raw(), args, &beside) }
     }
 
     /// Prepares launches over shards of sequences, whole spans of 1024 tokens each but for the last shard, for

@@ -61,7 +61,7 @@ pub fn alibi_slopes_log2(slopes: &[f32]) -> Vec<f32> {
     slopes.iter().map(|slope| slope * LOG2_E).collect()
 }
 
-/// Centres of K that the rows of a cache lack: those of a [`KvCache`](attn_core::KvCache) on the device. Native callers' caches have none.
+/// Centres of K that the rows of a cache lack: those of a [`KvCache`](attn_core::KvCache) on the device.
 #[derive(Debug, Clone, Copy)]
 pub struct CentresArgs {
     /// bf16 `[sequence][num_kv_heads][2][head_dim]` of a layer.

@@ -57,7 +57,7 @@ class _CacheOptions:
     max_q_len: int
     k_scales: Optional[List[float]]
     v_scales: Optional[List[float]]
-    centres: bool
+    centres: Optional[bool]
 
 
 @dataclass(frozen=True)
@@ -101,8 +101,8 @@ class Cache:
         max_q_len: most query tokens of a sequence in a step, for formats with a window (`"int4"`, `"int8/int4"`); others take any number.
         k_scales, v_scales: static scales, one for each head, or for each layer and head, which `"fp8"` and `"int8-tensor"` need: the largest magnitude to
             come, divided by 448 or by 127. Larger numbers saturate, and are counted: `stats()`.
-        centres: for `"int8"`, `"int8/int4"` and `"int4"`: store each sequence's keys without what they have in common, the first token's key in the first 64
-            tokens, their mean in all later ones. Errors get smaller (int4: a fifth of its divergence), and biases of K cost nothing.
+        centres: store each sequence's keys without what they have in common, the first token's key in the first 64 tokens, their mean in all later ones.
+            Errors get smaller, and biases of K cost nothing. None: for `"int8"`, `"int8/int4"`, `"int4"` and their like; True is refused for others.
 
     `copy.copy` and `copy.deepcopy` give a cache of its own with the same sequences. A cache can be neither pickled nor used in a process that was forked
     from the one that made it: start that one with multiprocessing's "spawn", and send sequences by `save`.
@@ -134,7 +134,7 @@ class Cache:
         max_q_len: int = 64,
         k_scales: Optional[Sequence[float]] = None,
         v_scales: Optional[Sequence[float]] = None,
-        centres: bool = False,
+        centres: Optional[bool] = None,
     ) -> None:
         self._options = _CacheOptions(
             format=format_name(format),
@@ -149,7 +149,7 @@ class Cache:
             max_q_len=count("max_q_len", max_q_len),
             k_scales=numbers("k_scales", k_scales),
             v_scales=numbers("v_scales", v_scales),
-            centres=flag("centres", centres),
+            centres=None if centres is None else flag("centres", centres),
         )
         self._cache = _attn.Cache(self._options, device_name(device))
 
@@ -167,6 +167,11 @@ class Cache:
     def dim(self) -> int:
         """Dims of a head."""
         return self._options.dim
+
+    @property
+    def centres(self) -> bool:
+        """Whether keys are stored without what a sequence's have in common."""
+        return self._cache.centres
 
     @property
     def sequences(self) -> int:
@@ -458,6 +463,27 @@ class Cache:
             SequenceError; ParameterError for a token behind the sequence's end; ShapeError for a sequence of an open step.
         """
         self._cache.drop_before(count("sequence", sequence), count("token", token))
+
+    def shard_centres(self, sequence: int) -> bytes:
+        """The centres of K of a sequence of 64 tokens or more, which `begin_shard` takes for its later shards; empty for a cache without.
+
+        Raises:
+            ParameterError for fewer tokens; SequenceError.
+        """
+        return bytes(self._cache.shard_centres(count("sequence", sequence)))
+
+    def begin_shard(self, sequence: int, tokens_before: int, centres: bytes) -> None:
+        """Makes an empty sequence a later shard, ahead of which `tokens_before` tokens lie in other caches: a multiple of 1024.
+
+        Its keys have the centres of the sequence's first shard, `first.shard_centres(…)`, so that attention has the bits of one cache; `attend_spans` takes
+        as many `tokens_before`. A cache without centres needs no such call. `free` ends the shard.
+
+        Raises:
+            ParameterError, ShapeError for centres of another cache; SequenceError.
+        """
+        if not isinstance(centres, (bytes, bytearray)):
+            raise ParameterError(f"centres is a {type(centres).__name__}; needed: the bytes of `shard_centres`")
+        self._cache.begin_shard(count("sequence", sequence), count("tokens_before", tokens_before), bytes(centres))
 
     def add_sequences(self, sequences: int) -> None:
         """Adds empty sequences behind the others, without pages."""

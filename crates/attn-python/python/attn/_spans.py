@@ -13,6 +13,9 @@ from ._options import count, format_name, numbers
 SPAN = 1024
 """Tokens of a span, which the arithmetic merges as a whole: shards begin at multiples of it."""
 
+TILE = 64
+"""Tokens of a tile: the keys of a sequence's first one make its centres of K."""
+
 
 MOST_SPANS = 1024
 """Spans of the longest sequence, of 2^20 tokens."""
@@ -70,6 +73,7 @@ def merge_spans(
     >>> first, last = (attn.Cache(heads=1, dim=64, max_tokens=1024, device="cpu") for _ in range(2))
     >>> rows, q = numpy.ones((1500, 1, 64), "f"), numpy.ones((1, 4, 64), "f")
     >>> first.append(rows[:1024], rows[:1024])
+    >>> last.begin_shard(0, 1024, first.shard_centres(0))
     >>> last.append(rows[1024:], rows[1024:])
     >>> states = first.attend_spans(q, tokens_after=[476]), last.attend_spans(q, tokens_before=[1024])
     >>> out, lse = attn.merge_spans("int8", *(numpy.concatenate(x) for x in zip(*states)), kv_heads=1)

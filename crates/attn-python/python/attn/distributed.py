@@ -23,7 +23,7 @@ from . import _errors
 from ._cache import Cache
 from ._errors import AttnError, CacheFullError, NumberError, ParameterError, SequenceError, ShapeError, UnsupportedError
 from ._options import count, counts, flag, one_or_more, refusal
-from ._spans import SPAN, spans_of, tokens_of_rank
+from ._spans import SPAN, TILE, spans_of, tokens_of_rank
 from .torch import merge_spans
 from .torch._tensors import floats, numbers_on
 
@@ -148,6 +148,10 @@ class ContextParallelCache:
         if self.share % SPAN:
             raise ParameterError(f"share is {share}; allowed: multiples of {SPAN}, a span of the arithmetic")
         self.cache = Cache(format, heads=heads, dim=dim, sequences=sequences, max_tokens=self._of_rank(max_tokens), **options)
+        # Keys of later shards lack the centres of the first one, whose first tile is all that these come from.
+        self._first_tiles: Optional[Cache] = None
+        if self.rank > 0 and self.cache.centres:
+            self._first_tiles = Cache(format, heads=heads, dim=dim, sequences=sequences, max_tokens=TILE, **options)
         self._room, self._lens = max_tokens, [0] * self.cache.sequences
         # The newest tokens of each sequence that can be queries on every rank, whatever residuals it has.
         self._newest = [0] * len(self._lens)
@@ -200,6 +204,7 @@ class ContextParallelCache:
         kept, own, start = [], [], 0
         for sequence, n in zip(sequences, each):
             before = self._lens[sequence]
+            self._take_first_tile(sequence, k[start : start + n], v[start : start + n])
             first = max(0, self.rank * self.share - before)
             held = self._of_rank(before + n) - self._of_rank(before)
             kept.append((start + first, start + first + held))
@@ -209,10 +214,28 @@ class ContextParallelCache:
             k, v = (x[slice(*kept[0])] for x in (k, v))
         else:
             k, v = (torch.cat([x[slice(*part)] for part in kept]) for x in (k, v))
-        self.cache.append(k, v, sequences=sequences, tokens=own)
+        try:
+            self.cache.append(k, v, sequences=sequences, tokens=own)
+        except AttnError:
+            self._keep_first_tiles(sequences)
+            raise
         for sequence, n in zip(sequences, each):
             self._lens[sequence] += n
             self._newest[sequence] = min(n, self.cache._options.max_q_len)
+
+    def _take_first_tile(self, sequence: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Takes what the tokens that come next have of a sequence's first tile; with its last one this rank's shard begins."""
+        held = self._lens[sequence]
+        if self._first_tiles is None or held >= TILE or len(k) == 0:
+            return
+        self._first_tiles.append(k[: TILE - held], v[: TILE - held], sequences=sequence)
+        if held + len(k) >= TILE:
+            self.cache.begin_shard(sequence, self.rank * self.share, self._first_tiles.shard_centres(sequence))
+
+    def _keep_first_tiles(self, sequences: Sequence[int]) -> None:
+        """Takes tokens out of first tiles that the sequences do not have."""
+        for sequence in sequences if self._first_tiles is not None else ():
+            self._first_tiles.truncate(sequence, min(self._lens[sequence], self._first_tiles.lens[sequence]))
 
     def _agree(self, refusal: Optional[AttnError]) -> None:
         """Raises on all ranks what the first rank with a refusal refuses; each passes its own, or none."""
@@ -307,6 +330,7 @@ class ContextParallelCache:
             self._agree(refusal)
         self.cache.truncate(sequence, own)
         self._lens[sequence] = tokens
+        self._keep_first_tiles([sequence])
         self._newest[sequence] = 0
 
     def fork(self, source: int, target: int) -> None:
@@ -315,17 +339,22 @@ class ContextParallelCache:
         if self._lens[target]:
             raise ParameterError(f"target is sequence {target} of {self._lens[target]} tokens; allowed: an empty sequence; free it first")
         self.cache.fork(source, target)
+        if self._first_tiles is not None:
+            self._first_tiles.fork(source, target)
         self._lens[target], self._newest[target] = self._lens[source], self._newest[source]
 
     def free(self, sequence: int) -> None:
         """Empties a sequence."""
         self.cache.free(self._check(sequence))
+        if self._first_tiles is not None:
+            self._first_tiles.free(sequence)
         self._lens[sequence] = self._newest[sequence] = 0
 
     def __copy__(self) -> "ContextParallelCache":
         """A cache of its own with the same sequences, over the same ranks."""
         made = object.__new__(type(self))
         made.__dict__.update(self.__dict__, cache=copy.copy(self.cache), _lens=list(self._lens), _newest=list(self._newest))
+        made._first_tiles = None if self._first_tiles is None else copy.copy(self._first_tiles)
         return made
 
     def __deepcopy__(self, memo: Any) -> "ContextParallelCache":

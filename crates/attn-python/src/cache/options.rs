@@ -76,7 +76,7 @@ pub struct CacheOptions {
     max_q_len: usize,
     k_scales: Option<Vec<f32>>,
     v_scales: Option<Vec<f32>>,
-    centres: bool,
+    centres: Option<bool>,
 }
 
 impl CacheOptions {
@@ -92,8 +92,10 @@ impl CacheOptions {
             .layers(self.layers)
             .max_len(self.max_tokens)
             .page_size(self.page_size)
-            .max_q_len(self.max_q_len)
-            .centres(self.centres);
+            .max_q_len(self.max_q_len);
+        if let Some(centres) = self.centres {
+            builder = builder.centres(centres);
+        }
         if let Some(pages) = self.pages {
             builder = builder.pages(pages);
         }

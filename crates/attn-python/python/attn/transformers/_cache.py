@@ -38,7 +38,7 @@ class QuantizedCache(TransformersCache):
             promised by `"exact"` alone. As for `attn.Cache.attend`.
         k_scales, v_scales: static scales for `"fp8"` and `"int8-tensor"`, which need them: one number for all heads, or `[layers]` or `[layers, KV heads]`
             numbers.
-        centres: as for `attn.Cache`: store keys of `"int8"`, `"int8/int4"` and `"int4"` without what a sequence's have in common.
+        centres: as for `attn.Cache`: store keys without what a sequence's have in common; None: for formats that can.
 
     Raises:
         UnsupportedError for models that it cannot serve; ParameterError.
@@ -54,7 +54,7 @@ class QuantizedCache(TransformersCache):
         arithmetic: str = "exact",
         k_scales: Scales = None,
         v_scales: Scales = None,
-        centres: bool = False,
+        centres: Optional[bool] = None,
     ) -> None:
         is_fast(arithmetic)
         decoder = config.get_text_config(decoder=True)

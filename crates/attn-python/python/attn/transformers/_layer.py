@@ -42,7 +42,7 @@ class QuantizedLayer(CacheLayerMixin):
         arithmetic: str = "exact",
         window: Optional[int] = None,
         scales: Optional[Dict[str, List[float]]] = None,
-        centres: bool = False,
+        centres: Optional[bool] = None,
     ) -> None:
         self.is_initialized = False
         super().__init__()
