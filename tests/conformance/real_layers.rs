@@ -21,8 +21,8 @@ fn has_the_cpus_bits(backend: &dyn DecodeAttention, format: &str) {
         let (_, cache, out, lse) = decode(&CpuBackend::new(), format, &layer);
         let (_, theirs, their_out, their_lse) = decode(backend, format, &layer);
         assert!(
-            cache.read_back(0).unwrap() == theirs.read_back(0).unwrap(),
-            "layer {}: pages",
+            cache.image(0).unwrap() == theirs.image(0).unwrap(),
+            "layer {}: pages and centres",
             layer.name
         );
         let found = first_difference("out", &their_out, &out)

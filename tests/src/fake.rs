@@ -4,8 +4,8 @@ use std::any::Any;
 
 use attn_core::{
     CacheAccess, CacheConfig, DecodeAttention, DecodeStep, DeviceInfo, DeviceSteps, Error,
-    HostPages, KvCache, KvFormat, PageLayout, PageStore, Plan, Problem, SpanStates, SpansStep,
-    StepOutputs, TokenWrite, Unsupported, WideRows,
+    FirstTile, HostPages, KvCache, KvFormat, PageLayout, PageStore, Plan, Problem, SpanStates,
+    SpansStep, StepOutputs, TokenWrite, Unsupported, WideRows,
 };
 
 type Refuses = dyn Fn(&Problem, KvFormat) -> Option<Unsupported> + Send + Sync;
@@ -438,6 +438,44 @@ impl PageStore for FakePages {
         let pages = &pages[..allowed];
         self.pages.write_pages(access, layer, pages, bytes)?;
         end
+    }
+
+    fn has_centres(&self) -> bool {
+        self.pages.has_centres()
+    }
+
+    fn centre(
+        &mut self,
+        access: &CacheAccess,
+        layer: usize,
+        tiles: &[FirstTile],
+    ) -> Result<(), Error> {
+        self.pages.centre(access, layer, tiles)
+    }
+
+    fn read_centres(
+        &self,
+        access: &CacheAccess,
+        layer: usize,
+        sequence: usize,
+        out: &mut [u8],
+    ) -> Result<(), Error> {
+        self.pages.read_centres(access, layer, sequence, out)
+    }
+
+    fn write_centres(
+        &mut self,
+        access: &CacheAccess,
+        layer: usize,
+        sequence: usize,
+        bytes: &[u8],
+    ) -> Result<(), Error> {
+        self.pages.write_centres(access, layer, sequence, bytes)
+    }
+
+    fn grow_centres(&mut self, access: &CacheAccess, sequences: usize) -> Result<(), Error> {
+        (self.notes)();
+        self.pages.grow_centres(access, sequences)
     }
 
     fn grow(&mut self, access: &CacheAccess, pages: usize) -> Result<(), Error> {

@@ -193,6 +193,7 @@ fn a_cache_names_the_setting_it_refuses(#[case] spoil: fn(&mut CacheConfig), #[c
             dim: 64,
         },
     )
+    .centres(false)
     .sequences(1)
     .max_len(64)
     .build();

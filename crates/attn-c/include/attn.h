@@ -12,7 +12,7 @@
 #include <stdint.h>
 
 // Version of this interface's types and functions. A program and the library that it runs with have the same.
-#define ATTN_ABI_VERSION 3
+#define ATTN_ABI_VERSION 4
 
 // attn_cache_stats.saturated of a cache whose numbers are not counted: rows in device memory were appended to it.
 #define ATTN_NOT_COUNTED UINT64_MAX
@@ -173,6 +173,9 @@ typedef struct attn_cache_stats {
   // fp8, int8-tensor and f16: numbers that were appended so far and stored as the end of the format's range, being larger than static scales
   // (f16: than 65504) allow; ATTN_NOT_COUNTED where that is not known. 0 for other formats.
   uint64_t saturated;
+  // How uneven the channels of the keys are: their mean square over that of the middle channel, in the worst head that the cache has looked at. Models
+  // without biases of K have 1 to 4; at more than 10, 4 and 8 bits store the keys badly. 0 before a sequence has 128 tokens.
+  double key_outliers;
 } attn_cache_stats;
 
 // Another engine's cache: pages of rows of bf16, f16, fp8 (e4m3) or int8, such as [pages][tokens][kv_heads][head_dim] and

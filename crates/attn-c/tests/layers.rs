@@ -44,6 +44,7 @@ fn stats(handles: &Handles) -> CacheStats {
         pages: 0,
         free_pages: 0,
         saturated: ATTN_NOT_COUNTED,
+        key_outliers: -1.0,
     };
     // SAFETY: as above.
     let status = unsafe { attn_cache_get_stats(handles.cache, &mut stats) };

@@ -15,6 +15,7 @@ mod drop_before;
 mod grow;
 mod image;
 mod layer;
+mod outliers;
 mod page_table;
 mod reserve;
 mod saturation;
@@ -31,6 +32,7 @@ pub use sequences::CachedSequences;
 pub use store::{CacheAccess, FirstTile, PageStore, TokenWrite};
 pub use writes::{check_pages, check_writes, tokens_of};
 
+use outliers::KeyLooks;
 use reserve::OpenStep;
 use saturation::Saturation;
 
@@ -73,6 +75,7 @@ pub struct KvCache {
     store: Box<dyn PageStore>,
     step: Option<OpenStep>,
     saturation: Saturation,
+    looks: KeyLooks,
 }
 
 impl KvCache {
@@ -130,6 +133,7 @@ impl KvCache {
             store,
             step: None,
             saturation: Saturation::default(),
+            looks: KeyLooks::default(),
         })
     }
 

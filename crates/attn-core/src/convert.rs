@@ -293,6 +293,37 @@ fn row(
     row
 }
 
+/// The keys of a tile whose pages these are, from token `first` of the first one on, as their codes have them: without residuals, and without centres that were
+/// taken off. `[num_kv_heads, 64, head_dim]`.
+///
+/// # Errors
+/// [`Error::BadBytes`] for damaged pages.
+pub(crate) fn tile_keys(
+    layout: &PageLayout,
+    pages: &[&[u8]],
+    first: usize,
+    scales: &[f32],
+) -> Result<Vec<f32>, Error> {
+    let (heads, page_size) = (layout.num_kv_heads(), layout.page_size());
+    let mut keys = Vec::new();
+    reserve("keys", &mut keys, heads * TILE * layout.head_dim())?;
+    for head in 0..heads {
+        let scale = scales.get(head).copied().unwrap_or(1.0);
+        for t in first..first + TILE {
+            let page = (pages[t / page_size], None);
+            keys.extend(row(
+                layout,
+                Side::K,
+                page,
+                (head, t % page_size),
+                scale,
+                &[],
+            ));
+        }
+    }
+    Ok(keys)
+}
+
 /// Converts pages, as [`KvCache::read_back`](crate::KvCache::read_back) gives them, to rows of another engine.
 ///
 /// # Errors

@@ -1,7 +1,7 @@
 //! Events and spans for subscribers of [`tracing`](https://docs.rs/tracing): their targets and fields.
 //!
 //! Without a subscriber all is silent, and a call costs a load and a comparison. Events are at level `debug`, but for the choice of a backend, which is
-//! at `info`, and for numbers that saturate, at `warn`; steps have spans at level `trace` alone. Targets, messages and fields are part of the interface; more may come.
+//! at `info`, and for numbers that saturate and keys with outlier channels, at `warn`; steps have spans at level `trace` alone. Targets, messages and fields are part of the interface; more may come.
 //!
 //! | target | message | fields |
 //! |---|---|---|
@@ -10,6 +10,7 @@
 //! | [`KERNEL`] | `loaded`: at the first step or plan that needs it | `backend`, `kernel`, `arch`, `origin` (`embedded`, `cached`, `compiled`), `ms` |
 //! | [`CACHE`] | `pool allocated`, `pool grown` | `pages`, `bytes` of all pages in all layers, `format`, `sequences` |
 //! | | `saturated`, at `warn`: the first numbers beyond the range of the cache's format were stored as its end ([`KvCache::saturated`](crate::KvCache::saturated)) | `values`, `layer`, `format`, `advice` |
+//! | | `outlier channels`, at `warn`: keys that the cache's format stores badly, for the first time ([`KvCache::key_outliers`](crate::KvCache::key_outliers)) | `ratio`, `layer`, `format`, `advice` |
 //! | | `pages short`: a call was refused with [`Error::CacheFull`](crate::Error::CacheFull) | `needed`, `free`, `total` |
 //! | [`PLAN`] | `prepared`: each plan that is made; [`Recent`](crate::Recent) ones that serve again are not | `backend`, `format`, `sequences`, `query_tokens`, `longest` |
 //! | [`STEP`] | spans `append`, of a layer's write too, and `attend`, at `trace` | `sequences`, `tokens`; `backend`, `sequences`, `query_tokens` |
@@ -59,6 +60,12 @@ pub(crate) fn pool(what: &str, config: &CacheConfig, page_bytes: usize) {
 pub(crate) fn saturated(values: u64, layer: usize, format: KvFormat) {
     let advice = format.saturation_notice(values);
     tracing::warn!(target: CACHE, values, layer, %format, advice, "saturated");
+}
+
+/// Keys of a cache have outlier channels for the first time.
+pub(crate) fn outliers(ratio: f32, layer: usize, format: KvFormat) {
+    let advice = format.outlier_notice(ratio);
+    tracing::warn!(target: CACHE, ratio, layer, %format, advice, "outlier channels");
 }
 
 /// A call needs more pages than are free.

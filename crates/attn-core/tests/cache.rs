@@ -21,6 +21,7 @@ fn config(format: KvFormat, pages: usize) -> CacheConfig {
         dim: DIM,
     };
     CacheConfig::builder(format, heads)
+        .centres(false)
         .unit_tensor_scales()
         .sequences(3)
         .pages(pages)
@@ -256,7 +257,9 @@ fn values_that_no_cache_holds_are_refused(#[case] side: usize, #[case] name: &st
 fn numbers_that_no_cache_has_are_refused_before_memory_is_asked_for() {
     let new = |format, kv, dim, sequences, max_len| {
         let heads = Heads { q: kv, kv, dim };
-        let config = CacheConfig::builder(format, heads).unit_tensor_scales();
+        let config = CacheConfig::builder(format, heads)
+            .centres(false)
+            .unit_tensor_scales();
         config.sequences(sequences).max_len(max_len).build()
     };
     let fp8 = KvFormat::same(Scheme::Fp8E4m3);

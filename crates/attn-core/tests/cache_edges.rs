@@ -21,6 +21,7 @@ fn config(format: KvFormat, heads: usize, pages: usize) -> CacheConfig {
         dim: DIM,
     };
     CacheConfig::builder(format, heads)
+        .centres(false)
         .unit_tensor_scales()
         .sequences(3)
         .pages(pages)

@@ -224,10 +224,6 @@ fn what_would_lose_the_centres_is_refused() {
         plain.copy_from(&cache),
         Err(Error::Parameter { .. })
     ));
-    let shard = Problem::new(HEADS, [100, 0, 0]).tokens_before([1024, 0, 0]);
-    let said = cache.check_queries(&shard).unwrap_err().to_string();
-    assert!(said.contains("tokens_before is 1024"), "{said}");
-    plain.check_queries(&shard).unwrap();
     let store = HostPages::new(&without).unwrap();
     let mixed = KvCache::new(with, Box::new(store));
     assert!(matches!(
@@ -254,4 +250,146 @@ fn damaged_centres_of_an_image_are_refused() {
     let fp8 = CacheConfig::builder("fp8".parse::<KvFormat>().unwrap(), HEADS);
     let error = fp8.unit_tensor_scales().centres(true).build().check();
     assert!(error.unwrap_err().to_string().contains("centres of K"));
+}
+
+/// A description of caches with room for shards.
+fn shards(format: &str) -> CacheConfig {
+    let mut config = config(format);
+    (config.num_pages, config.max_len) = (400, 2048);
+    config
+}
+
+/// Kills shards that make centres of their own tokens, and first tiles of shards that have the first token's key for a centre.
+#[rstest]
+fn later_shards_store_what_one_cache_stores(#[values("int8", "int8/int4", "int4")] format: &str) {
+    let (config, all) = (shards(format), rows(11, 1300));
+    let (mut whole, mut first, mut later) = (cache(&config), cache(&config), cache(&config));
+    append(&mut whole, 0, &all, [0, 1300]);
+    append(&mut first, 1, &all, [0, 1024]);
+    later
+        .begin_shard(2, 1024, &first.shard_centres(1).unwrap())
+        .unwrap();
+    for tokens in [[1024, 1030], [1030, 1087], [1087, 1300]] {
+        append(&mut later, 2, &all, tokens);
+    }
+    // Without the tiles of int4 that either of the two reads with residuals.
+    let from = if format == "int4" { 64 } else { 0 };
+    let keys = |cache: &KvCache, sequence: usize, first: usize| {
+        let [k, _] = cache.layer(0).unwrap().dequantize(sequence).unwrap();
+        k[(first + from) * ROW..(first + 192) * ROW].to_vec()
+    };
+    assert!(keys(&later, 2, 0) == keys(&whole, 0, 1024));
+
+    let image = later.image(2).unwrap();
+    assert_eq!(image.tokens_before(), 1024);
+    let mut restored = cache(&config);
+    restored.restore(0, &image).unwrap();
+    restored.fork(0, 1).unwrap();
+    assert_eq!(restored.table().tokens_before, [1024, 1024, 0]);
+    for sequence in [0, 1] {
+        assert_eq!(restored.image(sequence).unwrap(), image);
+    }
+    restored.free_sequence(0).unwrap();
+    assert_eq!(restored.table().tokens_before, [0, 1024, 0]);
+}
+
+#[test]
+fn what_is_no_shard_is_refused() {
+    let (config, all) = (shards("int8"), rows(12, 1100));
+    let (mut first, mut later) = (cache(&config), cache(&config));
+    append(&mut first, 0, &all, [0, 1024]);
+    append(&mut first, 1, &all, [0, 63]);
+    let centres = first.shard_centres(0).unwrap();
+    let mut damaged = centres.clone();
+    damaged[5] = 0x7f;
+    damaged[4] = 0xff;
+    for (refused, what) in [
+        (first.shard_centres(1).map(drop), "64 or more"),
+        (first.begin_shard(0, 1024, &centres), "sequence 0"),
+        (
+            later.begin_shard(0, 1000, &centres),
+            "tokens_before is 1000",
+        ),
+        (
+            later.begin_shard(0, 1 << 20, &centres),
+            "tokens_before is 1048576",
+        ),
+        (
+            later.begin_shard(0, 1024, &centres[2..]),
+            "centres of a shard",
+        ),
+        (
+            later.begin_shard(0, 1024, &damaged),
+            "a centre of K of a shard",
+        ),
+        (later.begin_shard(3, 1024, &centres), "sequence 3"),
+    ] {
+        let said = refused.unwrap_err().to_string();
+        assert!(said.contains(what), "{said}");
+    }
+    assert_eq!(later.table().tokens_before, [0; 3]);
+
+    later.begin_shard(0, 1024, &centres).unwrap();
+    append(&mut later, 0, &all, [1024, 1100]);
+    // Another shard's centres would be read, silently.
+    let check = |cache: &KvCache, tokens: usize, before: usize| {
+        let problem = Problem::new(HEADS, [tokens, 0, 0]).tokens_before([before, 0, 0]);
+        cache.check_queries(&problem)
+    };
+    check(&later, 76, 1024).unwrap();
+    for before in [0, 2048] {
+        let said = check(&later, 76, before).unwrap_err().to_string();
+        let expected =
+            format!("tokens_before is {before} for sequence 0, which was begun with 1024");
+        assert!(said.contains(&expected), "{said}");
+    }
+    assert!(check(&first, 1024, 1024).is_err());
+    let mut plain = config.clone();
+    plain.centres = false;
+    let mut plain = cache(&plain);
+    append(&mut plain, 0, &all, [0, 76]);
+    check(&plain, 76, 1024).unwrap();
+    assert!(plain.shard_centres(0).unwrap().is_empty());
+}
+
+/// Kills looks at keys with their centres, at too few tokens, and sums that a constant hides in.
+#[rstest]
+#[case::slow("int8", true, 0.0, false)]
+#[case::slow_without_centres("int8", false, 0.0, true)]
+#[case::fast("int4", true, 1.0, true)]
+#[case::fast_of_8_bits("fp8", false, 1.0, true)]
+#[case::floats("bf16", false, 1.0, false)]
+fn keys_with_outlier_channels_are_noticed(
+    #[case] format: &str,
+    #[case] centres: bool,
+    #[case] turns: f32,
+    #[case] expected: bool,
+) {
+    let format: KvFormat = format.parse().unwrap();
+    let builder = CacheConfig::builder(format, HEADS).max_len(400);
+    let config = builder.unit_tensor_scales().centres(centres).build();
+    let mut cache = cache(&config);
+    let (k, v) = (uniform(20, 0..400 * ROW), uniform(21, 0..400 * ROW));
+    let mut k: Vec<f32> = k.iter().map(|x| 2.0 * x).collect();
+    for (t, row) in k.chunks_exact_mut(ROW).enumerate() {
+        // One pair of the second head.
+        let angle = t as f32 * turns;
+        row[DIM + 3] += 30.0 * angle.cos();
+        row[DIM + 35] += 30.0 * angle.sin();
+    }
+    let mut append = |from: usize, to: usize| {
+        let part = from * ROW..to * ROW;
+        cache.append(0, &k[part.clone()], &v[part]).unwrap();
+        (cache.key_outliers(), cache.has_key_outliers())
+    };
+    assert_eq!(append(0, 127), (None, false));
+    let (ratio, noticed) = append(127, 128);
+    assert_eq!(noticed, expected, "{ratio:?}");
+    assert_eq!(ratio.is_none(), format == "bf16".parse().unwrap());
+    assert!(
+        expected || ratio.is_none_or(|ratio| ratio < 3.0),
+        "{ratio:?}"
+    );
+    // Not due again.
+    assert_eq!(append(128, 400), (ratio, noticed));
 }

@@ -23,6 +23,7 @@ fn config(scheme: Scheme, head_dim: usize, tokens: usize) -> CacheConfig {
             dim: head_dim,
         },
     )
+    .centres(false)
     .unit_tensor_scales()
     .sequences(1)
     .max_len(tokens)

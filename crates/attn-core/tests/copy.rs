@@ -11,6 +11,7 @@ const HEADS: Heads = Heads {
 
 fn config(format: &str, layers: usize) -> CacheConfig {
     CacheConfig::builder(format.parse().unwrap(), HEADS)
+        .centres(false)
         .unit_tensor_scales()
         .layers(layers)
         .sequences(5)

@@ -15,6 +15,7 @@ const PAGES: usize = 64;
 
 fn cache(format: &str, page_size: usize) -> KvCache {
     let config = CacheConfig::builder(format.parse().unwrap(), HEADS)
+        .centres(false)
         .unit_tensor_scales()
         .sequences(3)
         .page_size(page_size)

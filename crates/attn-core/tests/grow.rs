@@ -12,6 +12,7 @@ const HEADS: Heads = Heads {
 
 fn config(format: KvFormat, pages: usize) -> CacheConfig {
     CacheConfig::builder(format, HEADS)
+        .centres(false)
         .unit_tensor_scales()
         .sequences(2)
         .pages(pages)

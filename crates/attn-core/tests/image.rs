@@ -15,6 +15,7 @@ fn config(format: &str) -> CacheConfig {
     let format: KvFormat = format.parse().unwrap();
     let scales = |has: bool, scales: [f32; 2]| if has { scales.to_vec() } else { Vec::new() };
     CacheConfig::builder(format, HEADS)
+        .centres(false)
         .sequences(3)
         .max_len(400)
         .tensor_scales(
@@ -234,7 +235,7 @@ fn forged(image: &[u8], words: &[(usize, u32)]) -> Vec<u8> {
 #[case::many_residual_pages(48, u32::MAX, "pages")]
 #[case::centres(52, 1, "centres of K")]
 #[case::other_centres(52, 2, "number of centres")]
-#[case::reserved(56, 1, "reserved")]
+#[case::shard(56, 1, "tokens_before")]
 #[case::reserved_end(60, 1, "reserved")]
 #[case::format(64, 0x3820_3820, "format")]
 #[case::other_format(64, 0x3631_6662, "format")]

@@ -22,6 +22,7 @@ const ROW: usize = HEADS.kv * HEADS.dim;
 
 fn config(format: &str, layers: usize, page_size: usize, pages: usize) -> CacheConfig {
     CacheConfig::builder(format.parse().unwrap(), HEADS)
+        .centres(false)
         .unit_tensor_scales()
         .layers(layers)
         .sequences(4)
@@ -475,7 +476,7 @@ fn a_description_says_how_many_layers_share_the_table() {
 
     // Scales of one layer are those of all; more are of each.
     let scaled = |k: Vec<f32>| {
-        let builder = CacheConfig::builder("fp8".parse().unwrap(), HEADS);
+        let builder = CacheConfig::builder("fp8".parse().unwrap(), HEADS).centres(false);
         builder.layers(2).tensor_scales(k, [1.0; 2]).build()
     };
     let config = scaled(vec![0.5, 0.25]);

@@ -19,6 +19,7 @@ fn cache(format: KvFormat, kv: usize, pages: usize) -> KvCache {
         dim: DIM,
     };
     let config = CacheConfig::builder(format, heads)
+        .centres(false)
         .unit_tensor_scales()
         .sequences(2)
         .pages(pages)

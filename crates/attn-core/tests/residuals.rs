@@ -21,6 +21,7 @@ fn config(format: &str, page_size: usize, pages: usize) -> CacheConfig {
         dim: DIM,
     };
     CacheConfig::builder(format.parse().unwrap(), heads)
+        .centres(false)
         .sequences(4)
         .page_size(page_size)
         .pages(pages)

@@ -13,6 +13,7 @@ const HEADS: Heads = Heads {
 
 fn cache(format: &str, page_size: usize, pages: usize) -> KvCache {
     let config = CacheConfig::builder(format.parse().unwrap(), HEADS)
+        .centres(false)
         .unit_tensor_scales()
         .sequences(4)
         .page_size(page_size)
@@ -153,6 +154,7 @@ fn images_after_rounds_of_drafts_are_a_straight_runs(
 ) {
     let new = || {
         let config = CacheConfig::builder(format.parse().unwrap(), HEADS)
+            .centres(false)
             .sequences(2)
             .page_size(page_size)
             .max_q_len(max_q_len)

@@ -155,6 +155,7 @@ fn compare(format: KvFormat, dim: usize, page_size: usize, count: usize, seed: u
         dim,
     };
     let mut config = CacheConfig::builder(format, heads)
+        .centres(false)
         .unit_tensor_scales()
         .sequences(2)
         .max_len(count)

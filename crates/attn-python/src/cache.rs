@@ -33,7 +33,7 @@ pub struct Cache {
     device: Arc<Device>,
     config: CacheConfig,
     /// Whether the first numbers that saturate have been told.
-    has_warned: AtomicBool,
+    has_warned: [AtomicBool; 2],
 }
 
 impl Cache {
@@ -53,25 +53,29 @@ impl Cache {
         py.detach(|| work(&mut *self.lock()?)).map_err(errors::of)
     }
 
-    /// Warns once of numbers that were stored as the end of the format's range. The tokens are in the cache, also where a filter makes an exception
-    /// of the warning.
-    fn warn_of_saturation(&self, py: Python<'_>) -> PyResult<()> {
-        if self.has_warned.load(Ordering::Relaxed) {
+    /// Warns once each of numbers that were stored as the end of the format's range, and of keys that it stores badly. The tokens are in the cache, also where a filter
+    /// makes an exception of the warning.
+    fn warn_of_numbers(&self, py: Python<'_>) -> PyResult<()> {
+        let has_warned = |i: usize| self.has_warned[i].load(Ordering::Relaxed);
+        if has_warned(0) && has_warned(1) {
             return Ok(());
         }
-        let saturated = self.with(py, |session| Ok(session.saturated()))?;
-        let Some(values @ 1..) = saturated else {
-            return Ok(());
-        };
-        if self.has_warned.swap(true, Ordering::Relaxed) {
-            return Ok(());
+        let (saturated, outliers) = self.with(py, |session| {
+            Ok((session.saturated(), session.outlier_notice()))
+        })?;
+        let saturated = saturated.filter(|values| *values > 0).map(|values| {
+            let notice = self.config.format.saturation_notice(values);
+            format!("{notice}; stats().saturated counts them")
+        });
+        for (notice, has_warned) in [saturated, outliers].into_iter().zip(&self.has_warned) {
+            let Some(notice) = notice.filter(|_| !has_warned.swap(true, Ordering::Relaxed)) else {
+                continue;
+            };
+            let text = CString::new(format!("attn.Cache: {notice}"))?;
+            // The caller of the Python method that has called this one.
+            PyErr::warn(py, &py.get_type::<PyRuntimeWarning>(), &text, 2)?;
         }
-        let notice = self.config.format.saturation_notice(values);
-        let text = CString::new(format!(
-            "attn.Cache: {notice}; stats().saturated counts them"
-        ))?;
-        // The caller of the Python method that has called this one.
-        PyErr::warn(py, &py.get_type::<PyRuntimeWarning>(), &text, 2)
+        Ok(())
     }
 }
 
@@ -93,7 +97,7 @@ impl Cache {
             session: Mutex::new(session.map_err(errors::of)?),
             device,
             config,
-            has_warned: AtomicBool::new(false),
+            has_warned: Default::default(),
         })
     }
 
@@ -120,7 +124,7 @@ impl Cache {
         let appends = appends(&sequences, &tokens)?;
         let (k, v) = (k.rows()?, v.rows()?);
         self.with(py, |session| session.append(&appends, k, v))?;
-        self.warn_of_saturation(py)
+        self.warn_of_numbers(py)
     }
 
     /// Begins a step of all layers: takes its pages, and counts its tokens.
@@ -145,7 +149,7 @@ impl Cache {
         );
         let (k, v) = (k.rows()?, v.rows()?);
         self.with(py, |session| session.write(layer, k, v))?;
-        self.warn_of_saturation(py)
+        self.warn_of_numbers(py)
     }
 
     fn cancel_step(&self, py: Python<'_>) -> PyResult<()> {
@@ -278,6 +282,11 @@ impl Cache {
         self.with(py, |session| Ok(session.saturated()))
     }
 
+    /// How uneven the channels of the keys are; none before the first look.
+    fn key_outliers(&self, py: Python<'_>) -> PyResult<Option<f32>> {
+        self.with(py, |session| Ok(session.key_outliers()))
+    }
+
     fn lens(&self, py: Python<'_>) -> PyResult<Vec<usize>> {
         self.with(py, |session| Ok(session.table().lens.clone()))
     }
@@ -343,7 +352,7 @@ impl Cache {
             session: Mutex::new(session),
             device: self.device.clone(),
             config,
-            has_warned: AtomicBool::new(self.has_warned.load(Ordering::Relaxed)),
+            has_warned: [0, 1].map(|i| AtomicBool::new(self.has_warned[i].load(Ordering::Relaxed))),
         })
     }
 

@@ -321,6 +321,26 @@ def test_a_cache_is_copied_whole_and_not_pickled(rng):
         copy.deepcopy(layers)
 
 
+def test_keys_with_outlier_channels_are_warned_of_once(rng):
+    """Kills a warning of biases that the centres take off, none of those that turn too fast, and one at each append."""
+    k, v = rows(rng, 300, 2, 64), rows(rng, 300, 2, 64)
+    slow, fast = k.copy(), k.copy()
+    slow[..., 7] += 100
+    fast[..., 7], fast[..., 39] = 100 * numpy.cos(numpy.arange(300))[:, None], 100 * numpy.sin(numpy.arange(300))[:, None]
+    for keys, bound in ((k, (1, 4)), (slow, (1, 4)), (fast, (100, 1e4))):
+        cache = attn.Cache("int4", heads=2, dim=64, max_tokens=1024, device="cpu")
+        cache.append(keys[:100], v[:100])
+        assert cache.stats().key_outliers is None
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            cache.append(keys[100:], v[100:])
+            cache.append(keys, v)
+        assert bound[0] < cache.stats().key_outliers < bound[1]
+        assert len(said) == (keys is fast), [str(warning.message) for warning in said]
+        if said:
+            assert said[0].category is RuntimeWarning and "outlier channels" in str(said[0].message) and "bf16" in str(said[0].message)
+
+
 @pytest.mark.parametrize("format", ["int8", "int8/int4", "int4"])
 def test_centres_take_a_bias_off_the_keys(rng, format):
     """Kills options that do not reach the cache, and exports, images and dequantize that lose the centres."""
@@ -346,6 +366,11 @@ def test_centres_take_a_bias_off_the_keys(rng, format):
         copied = copy.deepcopy(cache)
         numpy.testing.assert_array_equal(copied.attend(q, sequences=[1]), out)
     assert errors[1] * 4 < errors[0], errors
+    # What a cache does that is not told.
+    default = attn.Cache(format, heads=2, dim=64, max_tokens=512, device="cpu")
+    assert default.centres and not attn.Cache("fp8", heads=2, dim=64, max_tokens=64, k_scales=[1.0] * 2, v_scales=[1.0] * 2, device="cpu").centres
+    default.append(k, v)
+    assert default.save() == images[1]
     assert len(images[1].pages) == images[1].num_pages == len(images[0].pages)
     with pytest.raises(attn.ShapeError):
         cache.free(1)

@@ -130,7 +130,9 @@ impl Session {
         let (k, v) = (k.into(), v.into());
         if all_on_device(&[("k", k.device()), ("v", v.device())])? {
             let (steps, cache) = self.steps()?;
-            return cache.append_on(steps, appends, [k, v]);
+            cache.append_on(steps, appends, [k, v])?;
+            self.look_at_keys(0);
+            return Ok(());
         }
         self.wait()?;
         self.cache.append_batch(appends, k, v)
@@ -162,10 +164,20 @@ impl Session {
         self.cache.tokens_to_write(layer)?;
         if all_on_device(&[("k", k.device()), ("v", v.device())])? {
             let (steps, cache) = self.steps()?;
-            return cache.write_on(steps, layer, [k, v]);
+            cache.write_on(steps, layer, [k, v])?;
+            self.look_at_keys(layer);
+            return Ok(());
         }
         self.wait()?;
         self.cache.write(layer, k, v)
+    }
+
+    /// Looks at keys that were written on the device, where that is due: it waits for the device then, which is seldom.
+    fn look_at_keys(&mut self, layer: usize) {
+        if self.cache.keys_are_due(layer) && self.wait().is_ok() {
+            // The tokens are there: a device that fails says so at the next call that needs it.
+            let _ = self.cache.look_at_keys(layer);
+        }
     }
 
     /// Takes the open step back, whichever layers were written. Without one nothing is done.
@@ -323,6 +335,21 @@ impl Session {
     #[must_use]
     pub fn saturated(&self) -> Option<u64> {
         self.cache.saturated()
+    }
+
+    /// How uneven the channels of the keys are: [`KvCache::key_outliers`].
+    #[must_use]
+    pub fn key_outliers(&self) -> Option<f32> {
+        self.cache.key_outliers()
+    }
+
+    /// What to tell of keys that the cache's format stores badly; none where [`KvCache::has_key_outliers`] is not.
+    #[must_use]
+    pub fn outlier_notice(&self) -> Option<String> {
+        let ratio = self
+            .key_outliers()
+            .filter(|_| self.cache.has_key_outliers());
+        ratio.map(|ratio| self.config().format.outlier_notice(ratio))
     }
 
     /// The appends of the step that [`Session::reserve`] began, until its last layer is written.

@@ -127,3 +127,45 @@ fn the_first_numbers_that_saturate_are_told_once_for_each_cache() {
     );
     assert_eq!(append(1e9), (vec![], Some(128)));
 }
+
+/// Kills a warning at every look, one that waits for rows on the host, and one without a remedy.
+#[test]
+fn keys_with_outlier_channels_are_told_once_for_each_cache() {
+    let backend = attn::open(BackendId::Cpu).unwrap();
+    let heads = Heads {
+        q: 1,
+        kv: 1,
+        dim: 64,
+    };
+    let builder = attn::CacheConfig::builder(KvFormat::INT8, heads);
+    let config = builder.max_len(2048).build();
+    let mut session = Session::new(backend.into(), &config).unwrap();
+    let mut append = |tokens: usize| {
+        let mut k: Vec<f32> = (0..tokens * 64).map(|i| (i * i % 61) as f32 - 30.0).collect();
+        // Every other token's key is far from the centre in one channel.
+        k.iter_mut().skip(9).step_by(128).for_each(|x| *x += 2000.0);
+        let appends = [Append {
+            sequence: 0,
+            tokens,
+        }];
+        let (said, done) = told(Level::WARN, || session.append(&appends, &k, &k));
+        done.unwrap();
+        (said, session.outlier_notice())
+    };
+    let (said, notice) = append(100);
+    assert_eq!((said.len(), notice), (0, None));
+    let (said, notice) = append(100);
+    let [event] = &said[..] else {
+        panic!("{said:?}");
+    };
+    let found = (&*event.target, &*event.message, event.level);
+    assert_eq!(found, (events::CACHE, "outlier channels", Level::WARN));
+    let field = |name| event.field(name).unwrap().to_owned();
+    assert_eq!([field("layer"), field("format")], ["0", "int8"]);
+    assert_eq!(Some(field("advice")), notice);
+    assert!(field("advice").contains("bf16"), "{said:?}");
+    let ratio: f32 = field("ratio").parse().unwrap();
+    assert!(ratio > 10.0, "{ratio}");
+    // The look at 1024 tokens says no more.
+    assert_eq!(append(1000), (vec![], notice));
+}

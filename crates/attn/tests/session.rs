@@ -142,6 +142,7 @@ fn session(layers: usize) -> (Session, Log) {
 fn session_of(format: KvFormat, layers: usize) -> (Session, Log) {
     let log = Log::default();
     let config = CacheConfig::builder(format, HEADS)
+        .centres(false)
         .unit_tensor_scales()
         .layers(layers)
         .sequences(3)
@@ -324,6 +325,7 @@ fn numbers_on_a_device_are_not_counted_where_they_can_saturate() {
 fn a_backend_without_device_memory_refuses_rows_there_by_its_name() {
     let backend = attn::open(attn::BackendId::Cpu).unwrap();
     let config = CacheConfig::builder(KvFormat::INT8, HEADS)
+        .centres(false)
         .max_len(64)
         .build();
     let mut session = Session::new(backend.into(), &config).unwrap();
@@ -341,6 +343,7 @@ fn a_backend_without_device_memory_refuses_rows_there_by_its_name() {
 fn states_of_spans_go_into_memory_of_more_spans_and_results_into_rows_of_any_type() {
     let backend = attn::open(attn::BackendId::Cpu).unwrap();
     let config = CacheConfig::builder(KvFormat::INT8, HEADS)
+        .centres(false)
         .max_len(64)
         .build();
     let mut session = Session::new(backend.into(), &config).unwrap();

@@ -44,6 +44,7 @@ impl KvCache {
         self.table = other.table.clone();
         self.pages = other.pages.clone();
         self.saturation = other.saturation;
+        self.looks = other.looks.clone();
         Ok(())
     }
 

@@ -132,7 +132,10 @@ impl KvCache {
         let ([k, v], saturated) = self.checked_values(layer, rows)?;
         self.write_in_span(layer, Some(saturated), |store, writes| {
             store.append(&CacheAccess::here()?, layer, writes, k.rows(), v.rows())
-        })
+        })?;
+        // As in `append_batch`.
+        let _ = self.look_at_keys(layer);
+        Ok(())
     }
 
     /// Writes one layer's tokens that lie in the backend's memory already: `write` gets the backend's store and each token's destination in the layer's

@@ -71,6 +71,7 @@ impl KvCache {
         sequence: usize,
         layers: Range<usize>,
     ) -> Result<Vec<Vec<u8>>, Error> {
+        self.pages_held(sequence)?;
         self.check_no_centres("a copy of the pages")?;
         self.pages_of_layers(sequence, layers)
     }

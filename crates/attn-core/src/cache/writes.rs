@@ -105,7 +105,7 @@ mod tests {
             kv: 1,
             dim: 64,
         };
-        let builder = CacheConfig::builder(format, heads);
+        let builder = CacheConfig::builder(format, heads).centres(false);
         let config = builder.page_size(64).pages(6).build();
         let pages = HostPages::new(&config).unwrap();
         let mut cache = KvCache::new(config, Box::new(pages)).unwrap();

@@ -140,6 +140,7 @@ impl Case {
         let problem = &self.problem;
         let longest = problem.kv_lens.iter().copied().max().unwrap_or(0);
         let mut config = CacheConfig::builder(self.format, HEADS)
+            .centres(false)
             .sequences(problem.batch())
             .page_size(PAGE)
             .max_len(longest)

@@ -82,6 +82,7 @@ fn export<M: Machine>(
         dim: head_dim,
     };
     let mut config = CacheConfig::builder(format, of)
+        .centres(false)
         .unit_tensor_scales()
         .sequences(RANGES.len())
         .max_len(200)

@@ -132,6 +132,7 @@ fn jobs() -> Vec<Job> {
                 dim: head_dim,
             },
         )
+        .centres(false)
         .unit_tensor_scales()
         .sequences(lens.len())
         .max_len(longest)

@@ -38,6 +38,7 @@ fn config(heads: usize, sequences: usize, tokens: usize) -> CacheConfig {
             dim: DIM,
         },
     )
+    .centres(false)
     .sequences(sequences)
     .max_len(tokens)
     .build();
@@ -428,6 +429,7 @@ fn large_numbers_are_refused(gpu: &CudaBackend) -> Result<()> {
             dim: 64,
         },
     )
+    .centres(false)
     .sequences(1)
     .max_len(16)
     .build();

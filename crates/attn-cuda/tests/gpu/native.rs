@@ -88,6 +88,7 @@ impl<'a> Engine<'a> {
                 dim: DIM,
             },
         )
+        .centres(false)
         .unit_tensor_scales()
         .sequences(BATCH)
         .max_len(MAX_LEN)

@@ -58,6 +58,7 @@ impl<'a> Engine<'a> {
             dim: head_dim,
         };
         let mut config = CacheConfig::builder(format, heads)
+            .centres(false)
             .sequences(SEQUENCES)
             .max_len(600)
             .build();

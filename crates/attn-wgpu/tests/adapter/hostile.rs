@@ -37,6 +37,7 @@ fn cache(backend: &dyn DecodeAttention) -> KvCache {
             dim: DIM,
         },
     )
+    .centres(false)
     .sequences(2)
     .max_len(64)
     .build();
@@ -88,6 +89,7 @@ fn pools_beyond_the_device_are_refused(backend: &WgpuBackend) {
             dim: DIM,
         },
     )
+    .centres(false)
     .sequences(2)
     .max_len(64)
     .build();
@@ -386,6 +388,7 @@ fn a_recorded_append_that_fails_gives_its_pages_back(backend: &WgpuBackend) {
             dim: DIM,
         },
     )
+    .centres(false)
     .sequences(2)
     .max_len(64)
     .build();
@@ -431,7 +434,9 @@ fn shards_are_refused(backend: &WgpuBackend) {
         kv: HEADS,
         dim: DIM,
     };
-    let config = CacheConfig::builder(KvFormat::INT4, heads).sequences(1);
+    let config = CacheConfig::builder(KvFormat::INT4, heads)
+        .centres(false)
+        .sequences(1);
     let cache = backend.create_cache(&config.max_len(64).build()).unwrap();
     let problem = Problem::new(heads, [0]);
     backend.prepare(&problem, &cache).map(|_| ()).unwrap();

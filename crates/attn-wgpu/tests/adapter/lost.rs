@@ -68,6 +68,7 @@ fn every_call_on_a_lost_device_says_that_it_is_lost() {
             dim: DIM,
         },
     )
+    .centres(false)
     .sequences(3)
     .max_len(100)
     .build();
@@ -167,6 +168,7 @@ fn a_decode_on_a_lost_device_writes_nothing() {
             dim: DIM,
         },
     )
+    .centres(false)
     .sequences(1)
     .max_len(100)
     .build();
@@ -206,6 +208,7 @@ fn a_device_lost_with_work_under_way_is_lost_at_once() {
             dim: DIM,
         },
     )
+    .centres(false)
     .sequences(1)
     .max_len(1 << 16)
     .build();
@@ -249,6 +252,7 @@ fn a_callers_device_keeps_its_callback_and_is_refused_when_lost() {
             dim: DIM,
         },
     )
+    .centres(false)
     .sequences(1)
     .max_len(100)
     .build();

@@ -165,6 +165,7 @@ fn recorded_appends_and_steps_have_the_references_bytes(backend: &WgpuBackend) {
                 dim: DIM,
             },
         )
+        .centres(false)
         .unit_tensor_scales()
         .page_size(page_size)
         .sequences(2)
@@ -192,6 +193,7 @@ fn refused_appends_change_nothing(backend: &WgpuBackend) {
             dim: DIM,
         },
     )
+    .centres(false)
     .sequences(2)
     .max_len(64)
     .build();
@@ -228,6 +230,7 @@ fn recorded_layers_are_those_of_the_hosts_writes(backend: &WgpuBackend) {
     };
     for format in [KvFormat::INT8, KvFormat::INT4] {
         let config = CacheConfig::builder(format, heads)
+            .centres(false)
             .unit_tensor_scales()
             .layers(2)
             .sequences(2);
