@@ -123,7 +123,8 @@ impl Centres {
         refuse("sequence", given, "a sequence of the cache")
     }
 
-    /// Whose centres each of the first `batch` listed sequences has, as launches read it. Refuses a sequence that there are no centres of.
+    /// Whose centres each of the first `batch` listed sequences has, as launches read it: none where each has those of its own number. Refuses a sequence that there
+    /// are no centres of.
     pub(crate) fn rows_of(&self, sequences: &[usize], batch: usize) -> Result<Vec<u32>, Error> {
         let Some(listed) = sequences.get(..batch) else {
             let given = sequences.len();
@@ -134,7 +135,13 @@ impl Centres {
             self.check_sequence(*sequence)?;
             Ok(*sequence as u32)
         };
-        listed.iter().map(row).collect()
+        let rows: Vec<u32> = listed.iter().map(row).collect::<Result<_, Error>>()?;
+        Ok(
+            match rows.iter().enumerate().all(|(b, row)| b == *row as usize) {
+                true => Vec::new(),
+                false => rows,
+            },
+        )
     }
 
     /// Makes room for `count` sequences more, behind all work so far that reads or writes centres; launches to come find them in other memory.

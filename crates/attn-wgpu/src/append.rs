@@ -427,6 +427,7 @@ mod tests {
             },
         )
         .unit_tensor_scales()
+        .centres(false)
         .sequences(1)
         .max_len(300)
         .build();

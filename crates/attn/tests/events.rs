@@ -141,7 +141,9 @@ fn keys_with_outlier_channels_are_told_once_for_each_cache() {
     let config = builder.max_len(2048).build();
     let mut session = Session::new(backend.into(), &config).unwrap();
     let mut append = |tokens: usize| {
-        let mut k: Vec<f32> = (0..tokens * 64).map(|i| (i * i % 61) as f32 - 30.0).collect();
+        let mut k: Vec<f32> = (0..tokens * 64)
+            .map(|i| (i * i % 61) as f32 - 30.0)
+            .collect();
         // Every other token's key is far from the centre in one channel.
         k.iter_mut().skip(9).step_by(128).for_each(|x| *x += 2000.0);
         let appends = [Append {

@@ -28,6 +28,7 @@ fn is_told<T>(result: Result<T, Error>) -> bool {
 fn a_forked_process_is_refused_by_every_call_that_needs_threads() {
     let backend: Arc<dyn DecodeAttention> = attn::open(BackendId::Cpu).unwrap().into();
     let config = CacheConfig::builder(KvFormat::INT8, HEADS)
+        .centres(false)
         .sequences(2)
         .max_len(4096)
         .build();

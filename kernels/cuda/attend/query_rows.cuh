@@ -98,20 +98,36 @@ template <class T> DEVICE T quad_sum(T x) {
 }
 // ---- centres of K (section 12) ----
 
-// The two centres of a sequence and KV head, one behind the other, whose lines are under way then; null where keys have theirs.
-DEVICE const u16* find_centres(const DecodeParams& p, int sequence, int kv_head, int lane) {
-    if constexpr (!HAS_CENTRES) return nullptr;
-    const u16* centres = centre_at<HEAD_DIM>(p.centres, p.centre_rows[sequence], p.num_kv_heads, kv_head);
+// Where a sequence's centres lie among all; 0 where keys have theirs.
+DEVICE u32 centre_row(const DecodeParams& p, int sequence) {
+    if constexpr (!HAS_CENTRES) return 0;
+    return p.centre_rows ? p.centre_rows[sequence] : (u32)sequence;
+}
+
+// The two centres of a row of centres and a KV head, one behind the other.
+DEVICE const u16* find_centres(const DecodeParams& p, u32 row, int kv_head) {
+    return HAS_CENTRES ? centre_at<HEAD_DIM>(p.centres, row, p.num_kv_heads, kv_head) : nullptr;
+}
+// Brings both centres near.
+DEVICE void prefetch_centres(const u16* centres, int lane) {
     constexpr int LINES = (4 * HEAD_DIM + 127) / 128;
     if (lane < LINES) prefetch_line(centres + lane * 64);
-    return centres;
 }
+// The elements of a centre that meet those of q' in this lane.
+struct CentreElements {
+    uint2 of[HAS_CENTRES ? PANELS : 1];
+
+    METHOD void load(const u16* centre, int lane) {
+#pragma unroll
+        for (int panel = 0; HAS_CENTRES && panel < PANELS; panel++) of[panel] = *(const uint2*)(centre + panel * 16 + 4 * (lane % 4));
+    }
+};
 // What a row's scores count from on the grid where their tokens' keys lack the centre; x are the lane's elements of q'.
-DEVICE float score_base(const float (&x)[PANELS][4], const u16* centre, int lane) {
+DEVICE float score_base(const float (&x)[PANELS][4], const CentreElements& centre) {
     float sum[4] = {};
 #pragma unroll
     for (int panel = 0; panel < PANELS; panel++) {
-        const uint2 c = *(const uint2*)(centre + panel * 16 + 4 * (lane % 4));
+        const uint2 c = centre.of[panel];
         const u32 halves[4] = {c.x << 16, c.x & 0xffff0000, c.y << 16, c.y & 0xffff0000};
 #pragma unroll
         for (int i = 0; i < 4; i++) sum[i] = fmaf(bits_float(float_bits(x[panel][i]) + 128 & ~255u), bits_float(halves[i]), sum[i]);

@@ -76,7 +76,7 @@ struct DecodeParams {
     const int* tokens_after;                   // ATTN_SPANS: i32 [batch], tokens of each sequence that follow those of kv_lens in other shards; null for none.
     const int* tokens_before;                  // ATTN_SPANS: i32 [batch], tokens of each sequence that lie in shards ahead; null for none.
     const unsigned short* centres;             // Pages: centres of K, [sequence][num_kv_heads][2][head_dim] in bf16, which its rows lack; null: none.
-    const unsigned int* centre_rows;           // With centres: u32 [batch], the sequence of the centres that each sequence has.
+    const unsigned int* centre_rows;           // With centres: u32 [batch], the sequence of the centres that each sequence has; null: its own number.
     int rounds_queries;                        // many_rows.cu, pages of dequantize.cu: whether queries are rounded to f16, as K was; f32 queries are the sum of two f16 elsewhere.
     int fine_window;                           // many_rows.cu, pages of dequantize.cu: tiles that a row reads with residuals; 0: none.
     unsigned int fine_pages;                   // many_rows.cu, pages of dequantize.cu: from a tile's page to that with residuals.

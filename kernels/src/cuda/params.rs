@@ -136,7 +136,7 @@ blocks! {
         tokens_before: u64 = "const int*",
         /// Pages: centres of K, [sequence][num_kv_heads][2][head_dim] in bf16, which its rows lack; null: none.
         centres: u64 = "const unsigned short*",
-        /// With centres: u32 [batch], the sequence of the centres that each sequence has.
+        /// With centres: u32 [batch], the sequence of the centres that each sequence has; null: its own number.
         centre_rows: u64 = "const unsigned int*",
         /// many_rows.cu, pages of dequantize.cu: whether queries are rounded to f16, as K was; f32 queries are the sum of two f16 elsewhere.
         rounds_queries: i32 = "int",

@@ -66,7 +66,7 @@ pub fn alibi_slopes_log2(slopes: &[f32]) -> Vec<f32> {
 pub struct CentresArgs {
     /// bf16 `[sequence][num_kv_heads][2][head_dim]` of a layer.
     pub centres: DeviceAddress,
-    /// u32 `[batch]`: the sequence of the centres that each sequence of the problem has.
+    /// u32 `[batch]`: the sequence of the centres that each sequence of the problem has. Null: its own number, which spares a load ahead of that of the centres.
     pub rows: DeviceAddress,
 }
 

@@ -140,7 +140,10 @@ struct Warp {
     // Recomputed after the tiles, where registers are short.
     METHOD int row_block() const { return opaque(blockIdx.y) - work.kv_head * p.row_blocks; }
 
-    METHOD void load_queries() { load_query(p, work, work.kv_head, 0, team.lane, item.q); }
+    METHOD void load_queries(const Start& start) {
+        // The first team's partials begin with the first tile.
+        load_query(p, work, work.kv_head, 0, team.lane, start.index == 0, item.q, [&] { signal_q_loaded(start.team); });
+    }
     METHOD void enter(const Start& start) {
         split.enter(p, work, start);
         item.rows = seen_rows(p, work, work.kv_head, 0, team.lane);
@@ -359,9 +362,8 @@ extern "C" __global__ void __launch_bounds__(Config::THREADS, Config::CTAS) attn
         produce(p, work, split, ring, start, lane, rows);
     } else {
         Warp self = {p, work, split, ring, {mine + SharedMemory::EXCHANGE, warp, lane, team}, mine};
-        self.load_queries();
+        self.load_queries(start);
         self.enter(start);
-        signal_q_loaded(team);
         if constexpr (Config::MERGES_GLOBALLY) self.run<VIA_GLOBAL>();
         else if (in_cluster) self.run<VIA_CLUSTER>();
         else self.run<NO_MERGE>();

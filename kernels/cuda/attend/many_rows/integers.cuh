@@ -39,7 +39,8 @@ struct IntegerTiles : Warpgroup {
 #pragma unroll
         for (int h = 0; h < THREAD_ROWS; h++) from[h] = query_row(p, range, range.kv_head, first_row + lane / 4 + 8 * h);
         load_elements(from, lane, elements);
-        const u16* centres = find_centres(p, query_block(p, range.b).sequence, range.kv_head, lane);
+        const u16* centres = find_centres(p, centre_row(p, HAS_CENTRES ? query_block(p, range.b).sequence : 0), range.kv_head);
+        if constexpr (HAS_CENTRES) prefetch_centres(centres, lane);
 #pragma unroll
         for (int h = 0; h < THREAD_ROWS; h++) {
             float (&x)[PANELS][4] = elements[h];
@@ -57,7 +58,11 @@ struct IntegerTiles : Warpgroup {
 #pragma unroll
             for (int c = 0; c < 2; c++) {
                 rows.base[c][h] = SCORE_BASE;
-                if constexpr (HAS_CENTRES) rows.base[c][h] = score_base(x, centres + c * HEAD_DIM, lane);
+                if constexpr (HAS_CENTRES) {
+                    CentreElements centre;
+                    centre.load(centres + c * HEAD_DIM, lane);
+                    rows.base[c][h] = score_base(x, centre);
+                }
             }
         }
         fence_async();

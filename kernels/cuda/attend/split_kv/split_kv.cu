@@ -43,11 +43,13 @@ struct Warp {
         attend_tile(p, tile, item, ring, team, *this, state);
     }
 
-    // The rows and queries of a work item. A team without a work item repeats the last one.
-    METHOD void enter(const Work& work, ItemRows& item) {
-        int kv_head = min(work.kv_head(producer.source.team), p.num_kv_heads - 1);
+    // The rows and queries of a work item. A team without a work item repeats the last one. `loaded` as for load_query.
+    template <class Loaded> METHOD void enter(const Work& work, ItemRows& item, Loaded loaded) {
+        int kv_head = min(work.kv_head(producer.source.team), p.num_kv_heads - 1), first, end;
         item.rows = seen_rows(p, work, kv_head, warp_row, lane);
-        load_query(p, work, kv_head, warp_row, lane, item.q);
+        // Units to come of the same rows lie behind this one.
+        work.team_tiles(p, producer.source.team, first, end);
+        load_query(p, work, kv_head, warp_row, lane, first == 0, item.q, loaded);
     }
 
     // The team's tiles of a work unit. Each segment's state goes to the team's place for the merge.
@@ -110,10 +112,13 @@ extern "C" __global__ void __launch_bounds__(Config::THREADS, Config::CTAS) attn
             next.next(p);
             cursors[n ^ 1] = next;
         }
-        if (here.is_fresh) self.enter(work, item);
+        auto fill = [&] {
 #pragma unroll 1
-        for (; ahead < Config::STAGES; ahead++)
-            if (is_producer) self.producer.issue(p);
+            for (; ahead < Config::STAGES; ahead++)
+                if (is_producer) self.producer.issue(p);
+        };
+        // The first unit is one, too.
+        if (here.is_fresh) self.enter(work, item, fill);
         self.take(work, item, merge);
         if (work.has_items()) merge.item(p, work, team, self.warp_row, lane);
         else merge.unit(p, here, cursors[n ^ 1]);

@@ -80,12 +80,22 @@ DEVICE void quantize(Query& q, int g, const float (&x)[PANELS][4], float largest
     }
 }
 
-// Section 12: what a row's scores count from, by centres that its keys lack.
-DEVICE void find_bases(Query& q, int g, const float (&x)[PANELS][4], const u16* centres, int lane) {
+// Section 12: what a row's scores count from, by the centres that its keys lack: of the first tile, for who `has_first` of it, and of all later ones.
+struct Centres {
+    CentreElements first, later;
+    bool has_first;
+
+    METHOD void load(const u16* centres, int lane) {
+        if constexpr (!HAS_CENTRES) return;
+        later.load(centres + HEAD_DIM, lane);
+        if (has_first) first.load(centres, lane);
+    }
+};
+DEVICE void find_bases(Query& q, int g, const float (&x)[PANELS][4], const Centres& centres, int lane) {
     if constexpr (!HAS_CENTRES) return;
     float of_row[2];
-#pragma unroll
-    for (int c = 0; c < 2; c++) of_row[c] = score_base(x, centres + c * HEAD_DIM, lane);
+    of_row[1] = score_base(x, centres.later);
+    of_row[0] = centres.has_first ? score_base(x, centres.first) : of_row[1];
     if constexpr (Query::SHARES_BASES) {
         q.base[g][0] = lane % 2 == 0 ? of_row[0] : of_row[1];
     } else {

@@ -45,14 +45,20 @@ template <class Item> DEVICE Rows seen_rows(const DecodeParams& p, const Item& i
     return rows;
 }
 
-template <class Item> DEVICE void load_query(const DecodeParams& p, const Item& item, int kv_head, int warp_row, int lane, Query& q) {
+// Loads the warp's queries. `has_first`: its tiles may be the sequence's first one. `loaded()` is called once all have been loaded, ahead of what is computed of
+// centres: copies of keys that wait for the queries need not wait for that.
+template <class Item, class Loaded>
+DEVICE void load_query(const DecodeParams& p, const Item& item, int kv_head, int warp_row, int lane, bool has_first, Query& q, Loaded loaded) {
+    const u32 row = centre_row(p, HAS_CENTRES ? query_block(p, item.b).sequence : 0);
 #pragma unroll
     for (int g = 0; g < ROW_GROUPS; g++) {
-        const u16* centres = nullptr;
-        auto loading = [&] { centres = find_centres(p, query_block(p, item.b).sequence, kv_head, lane); };
+        Centres centres;
+        centres.has_first = has_first;
+        auto loading = [&] { centres.load(find_centres(p, row, kv_head), lane); };
         float x[PANELS][4], largest = load_row(query_row(p, item, kv_head, warp_row + g * 8 + lane / 4), lane, x, loading);
         if constexpr (INTEGER) quantize(q, g, x, largest, lane);
         else quantize_float(q, g, x, largest, lane);
+        if (g == ROW_GROUPS - 1) loaded();
         find_bases(q, g, x, centres, lane);
     }
 }

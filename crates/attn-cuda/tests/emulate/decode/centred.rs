@@ -43,8 +43,19 @@ impl Centres {
     }
 
     pub(super) fn args(&self) -> CentresArgs {
-        let [centres, rows]: [DeviceAddress; 2] = [address(&self.centres), address(&self.rows)];
-        CentresArgs { centres, rows }
+        // As `Centres::rows_of` has it: none where each sequence has the centres of its own number.
+        let is_own = self
+            .rows
+            .iter()
+            .enumerate()
+            .all(|(b, row)| b == *row as usize);
+        CentresArgs {
+            centres: address(&self.centres),
+            rows: match is_own {
+                true => DeviceAddress::NULL,
+                false => address(&self.rows),
+            },
+        }
     }
 }
 
