@@ -582,6 +582,17 @@ enum attn_status attn_cache_drop_before(struct attn_cache *cache,
                                         size_t sequence,
                                         size_t token);
 
+// Drops the tokens of a sequence from first up to end and closes the gap, for streams that run for ever; as many as dropped, which may be NULL, then says. Whole
+// pages and tiles of 64 tokens inside of the range go; the first 64 tokens stay, and of formats that keep the newest tokens finer, such as int4, these. Keys keep
+// the rotary positions that they were appended with; windows and ALiBi count the tokens that are left.
+//
+// Needs: cache has not been destroyed; dropped is writable, or NULL.
+enum attn_status attn_cache_drop_range(struct attn_cache *cache,
+                                       size_t sequence,
+                                       size_t first,
+                                       size_t end,
+                                       size_t *dropped);
+
 // Empties a sequence.
 //
 // Needs: cache has not been destroyed.

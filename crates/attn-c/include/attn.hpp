@@ -114,6 +114,11 @@ public:
     void fork(std::size_t from, std::size_t to) { check(attn_cache_fork(get(), from, to)); }
     void truncate(std::size_t sequence, std::size_t tokens) { check(attn_cache_truncate(get(), sequence, tokens)); }
     void drop_before(std::size_t sequence, std::size_t token) { check(attn_cache_drop_before(get(), sequence, token)); }
+    std::size_t drop_range(std::size_t sequence, std::size_t first, std::size_t end) {
+        std::size_t dropped = 0;
+        check(attn_cache_drop_range(get(), sequence, first, end, &dropped));
+        return dropped;
+    }
     void free(std::size_t sequence) { check(attn_cache_free(get(), sequence)); }
     std::size_t tokens(std::size_t sequence) const {
         std::size_t tokens = 0;

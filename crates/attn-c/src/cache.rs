@@ -232,6 +232,32 @@ pub unsafe extern "C" fn attn_cache_drop_before(
     }
 }
 
+/// Drops the tokens of a sequence from `first` up to `end` and closes the gap, for streams that run for ever; as many as `dropped`, which may be NULL, then says. Whole
+/// pages and tiles of 64 tokens inside of the range go; the first 64 tokens stay, and of formats that keep the newest tokens finer, such as int4, these. Keys keep
+/// the rotary positions that they were appended with; windows and ALiBi count the tokens that are left.
+///
+/// # Safety
+/// `cache` has not been destroyed; `dropped` is writable, or NULL.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn attn_cache_drop_range(
+    cache: *mut Cache,
+    sequence: usize,
+    first: usize,
+    end: usize,
+    dropped: *mut usize,
+) -> Status {
+    // SAFETY: this function's contract.
+    unsafe {
+        on_cache(cache, |_, session| {
+            let count = session.drop_range(sequence, first..end)?;
+            if !dropped.is_null() {
+                *place("dropped", dropped)? = count;
+            }
+            Ok(())
+        })
+    }
+}
+
 /// Empties a sequence.
 ///
 /// # Safety

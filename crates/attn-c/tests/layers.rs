@@ -233,6 +233,32 @@ fn static_formats_ask_for_their_scales() {
 }
 
 #[test]
+fn a_stream_drops_its_middle() {
+    let wide = CacheConfig {
+        max_tokens: 512,
+        ..config()
+    };
+    let handles = Handles::of(&wide);
+    let (k, v) = (values(300 * ROW, 1), values(300 * ROW, 2));
+    said(handles.append(&[one(0, 300)], &tokens(&k, &v)));
+    let mut dropped = 7;
+    // SAFETY: the cache is alive, and the number is this function's own.
+    let drop = |first, end, dropped: *mut usize| unsafe {
+        attn_cache_drop_range(handles.cache, 0, first, end, dropped)
+    };
+    refused(
+        drop(0, 128, &mut dropped),
+        Status::Parameter,
+        "the first token to drop is 0",
+    );
+    assert_eq!((dropped, handles.len(0)), (7, 300));
+    said(drop(64, 200, &mut dropped));
+    assert_eq!((dropped, handles.len(0)), (128, 172));
+    said(drop(64, 128, ptr::null_mut()));
+    assert_eq!(handles.len(0), 108);
+}
+
+#[test]
 fn a_window_keeps_its_bits_when_the_tokens_before_it_are_dropped() {
     let wide = CacheConfig {
         max_tokens: 512,

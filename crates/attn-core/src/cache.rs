@@ -12,6 +12,7 @@ mod append;
 mod centres;
 mod copy;
 mod drop_before;
+mod drop_range;
 mod grow;
 mod image;
 mod layer;

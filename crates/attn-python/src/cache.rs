@@ -243,6 +243,16 @@ impl Cache {
         self.with(py, |session| session.drop_before(sequence, token))
     }
 
+    fn drop_range(
+        &self,
+        py: Python<'_>,
+        sequence: usize,
+        start: usize,
+        end: usize,
+    ) -> PyResult<usize> {
+        self.with(py, |session| session.drop_range(sequence, start..end))
+    }
+
     fn shard_centres(&self, py: Python<'_>, sequence: usize) -> PyResult<Vec<u8>> {
         self.with(py, |session| session.shard_centres(sequence))
     }

@@ -221,6 +221,7 @@ METHODS = {
     "attend_spans": dict(STEP, tokens_before=([0], [COUNTS, NONE]), tokens_after=([0], [COUNTS, NONE]), spans=(1, [COUNT, NONE])),
     "truncate": dict(sequence=(0, [COUNT]), tokens=(60, [COUNT])),
     "drop_before": dict(sequence=(0, [COUNT]), token=(64, [COUNT])),
+    "drop_range": dict(sequence=(0, [COUNT]), start=(64, [COUNT]), end=(64, [COUNT])),
     "shard_centres": dict(sequence=(0, [COUNT])),
     "add_sequences": dict(sequences=(1, [COUNT])),
     "add_pages": dict(pages=(1, [COUNT])),

@@ -321,6 +321,21 @@ def test_a_cache_is_copied_whole_and_not_pickled(rng):
         copy.deepcopy(layers)
 
 
+def test_a_stream_that_drops_its_middle_goes_on(rng):
+    """Kills ranges that go to the wrong sequence, and counts that are not those of the tokens that went."""
+    k, v, q = rows(rng, 1100, 2, 64), rows(rng, 1100, 2, 64), rows(rng, 1, 8, 64)
+    cache, left = (attn.Cache("int4", heads=2, dim=64, max_tokens=1024, sequences=2, device="cpu") for _ in range(2))
+    cache.append(k[:1000], v[:1000], sequences=1)
+    assert cache.drop_range(1, 64, 700) == 576 and cache.lens == [0, 424]
+    cache.append(k[1000:], v[1000:], sequences=1)
+    kept = numpy.r_[0:64, 640:1000]
+    left.append(k[kept], v[kept], sequences=1)
+    left.append(k[1000:], v[1000:], sequences=1)
+    numpy.testing.assert_array_equal(cache.attend(q, sequences=[1]), left.attend(q, sequences=[1]))
+    with pytest.raises(attn.ParameterError, match="first token to drop"):
+        cache.drop_range(1, 0, 700)
+
+
 def test_keys_with_outlier_channels_are_warned_of_once(rng):
     """Kills a warning of biases that the centres take off, none of those that turn too fast, and one at each append."""
     k, v = rows(rng, 300, 2, 64), rows(rng, 300, 2, 64)

@@ -1,6 +1,6 @@
 //! A cache and the calls over it: rows in host memory and on the device, plans that are kept, and what waits for what.
 
-use std::{fmt, sync::Arc};
+use std::{fmt, ops::Range, sync::Arc};
 
 use attn_core::{DeviceResults, DeviceSteps, KEPT_PLANS, all_on_device};
 
@@ -408,6 +408,14 @@ impl Session {
     /// Those of [`KvCache::drop_before`].
     pub fn drop_before(&mut self, sequence: usize, token: usize) -> Result<(), Error> {
         self.cache.drop_before(sequence, token)
+    }
+
+    /// Drops tokens from the middle of a sequence and closes the gap; how many.
+    ///
+    /// # Errors
+    /// Those of [`KvCache::drop_range`].
+    pub fn drop_range(&mut self, sequence: usize, tokens: Range<usize>) -> Result<usize, Error> {
+        self.cache.drop_range(sequence, tokens)
     }
 
     /// The centres of K of a sequence, for its later shards in other caches.

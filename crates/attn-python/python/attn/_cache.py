@@ -346,7 +346,8 @@ class Cache:
             window_left: tokens before its own position that a token sees; transformers' `sliding_window` is one more.
             alibi_slopes, sinks: a number for each query head.
             arithmetic: `"exact"`, or `"fast"`: steps of an integer format in which some sequence has more than 16 query tokens may be computed by floats,
-                which is faster on a GPU with tensor cores. The answer is as near to attention over the same cache, but no bits are promised.
+                which is faster on a GPU with tensor cores. The answer is as near to attention over the same cache, but no bits are promised. It takes a cache with
+                `centres=False`; over centres of K steps are exact.
             out: where the results go, of q's shape and type; on the CPU at any strides with a contiguous last dim and rows that do not overlap, on a
                 GPU contiguous. It may lie between the queries, or be them, on the CPU.
             return_lse: whether the logarithms of the softmax's sums are returned, too.
@@ -467,6 +468,18 @@ class Cache:
             SequenceError; ParameterError for a token behind the sequence's end; ShapeError for a sequence of an open step.
         """
         self._cache.drop_before(count("sequence", sequence), count("token", token))
+
+    def drop_range(self, sequence: int, start: int, end: int) -> int:
+        """Drops tokens from the middle of a sequence and closes the gap, for streams that run for ever; returns how many.
+
+        Whole pages and tiles of 64 tokens inside of `start` to `end` go; the first 64 tokens stay. `lens` counts the tokens that are left, and attention is that over
+        them. Keys keep the rotary positions that they were appended with: go on with those of the stream. Windows and ALiBi count the tokens that are left.
+
+        Raises:
+            ParameterError for tokens of the first tile, and for the newest of formats with a window (`"int4"`, `"int8/int4"`), which queries read finely;
+            SequenceError; ShapeError for a sequence of an open step, or one that `drop_before` has dropped tokens of.
+        """
+        return self._cache.drop_range(count("sequence", sequence), count("start", start), count("end", end))
 
     def shard_centres(self, sequence: int) -> bytes:
         """The centres of K of a sequence of 64 tokens or more, which `begin_shard` takes for its later shards; empty for a cache without.

@@ -38,7 +38,7 @@ class QuantizedCache(TransformersCache):
             promised by `"exact"` alone. As for `attn.Cache.attend`.
         k_scales, v_scales: static scales for `"fp8"` and `"int8-tensor"`, which need them: one number for all heads, or `[layers]` or `[layers, KV heads]`
             numbers.
-        centres: as for `attn.Cache`: store keys without what a sequence's have in common; None: for formats that can.
+        centres: as for `attn.Cache`: store keys without what a sequence's have in common; None: for formats that can, but with `"fast"`, which they make exact.
 
     Raises:
         UnsupportedError for models that it cannot serve; ParameterError.
@@ -56,7 +56,8 @@ class QuantizedCache(TransformersCache):
         v_scales: Scales = None,
         centres: Optional[bool] = None,
     ) -> None:
-        is_fast(arithmetic)
+        if is_fast(arithmetic) and centres is None:
+            centres = False
         decoder = config.get_text_config(decoder=True)
         layers = _own_layers(config)
         windows = _windows(decoder, layers)
