@@ -276,7 +276,7 @@ def test_a_sequence_leaves_its_cache_and_comes_back(rng):
 def test_an_image_is_one_block_of_bytes_with_a_checksum(rng, format):
     image = filled(rng, format, tokens=70, page_size=32).save()
     assert (image.format, image.heads, image.dim, image.page_size, image.layers, image.tokens) == (format, 2, 64, 32, 1, 70)
-    assert len(image.pages) == image.num_pages >= 3 and image.data.endswith(b"".join(image.pages))
+    assert len(image.pages) == image.num_pages >= 3 and image.data[image._header["header_bytes"] : image._end_of_pages] == b"".join(image.pages)
     assert image.k_scales == ((1.0, 1.0) if format == "fp8" else None)
     for same in (attn.SequenceImage(image.data), attn.SequenceImage(bytearray(bytes(image))), pickle.loads(pickle.dumps(image)), copy.deepcopy(image)):
         assert same == image and hash(same) == hash(image) and same.tokens == 70
@@ -333,7 +333,7 @@ def test_a_stream_that_drops_its_middle_goes_on(rng):
     left.append(k[1000:], v[1000:], sequences=1)
     numpy.testing.assert_array_equal(cache.attend(q, sequences=[1]), left.attend(q, sequences=[1]))
     with pytest.raises(attn.ParameterError, match="first token to drop"):
-        cache.drop_range(1, 0, 700)
+        cache.drop_range(1, 0, 300)
 
 
 def test_keys_with_outlier_channels_are_warned_of_once(rng):
