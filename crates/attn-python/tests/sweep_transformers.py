@@ -39,7 +39,8 @@ TOKENS = sum(PIECES)
 PADDING = 13
 VOCABULARY = 300
 # Errors relative to the logits' deviation, root mean squares.
-BOUNDS = {"f16": 1e-3, "int8": 2e-2}
+# Keys of random weights have nothing in common: less the first one, their centre, they are larger by a factor of √2.
+BOUNDS = {"f16": 1e-3, "int8": 3e-2}
 # PhiMoE's router takes two experts however many there are, so int8's rounding sends some tokens to others.
 BOUNDS_OF = {"phimoe": {"f16": 1e-3, "int8": 5e-2}}
 # Parameters of a model that counts as small.

@@ -25,7 +25,7 @@ def test_logits_are_those_of_the_models_own_attention(kind, device):
             wanted.append(own(piece, **given(theirs)).logits)
         wanted = torch.cat(wanted, 1)
         spread = wanted.std().item()
-        for format, arithmetic, bound in (("f16", "exact", 5e-3), ("int8", "exact", 0.15), ("int8", "fast", 0.15)):
+        for format, arithmetic, bound in (("f16", "exact", 5e-3), ("int8", "exact", 0.2), ("int8", "fast", 0.15)):
             cache, found = QuantizedCache(config, format, arithmetic=arithmetic), []
             for piece in (ids[:, :40], ids[:, 40:41], ids[:, 41:46], ids[:, 46:]):
                 found.append(ours(piece, **given(cache)).logits)

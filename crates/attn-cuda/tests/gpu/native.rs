@@ -80,19 +80,17 @@ impl<'a> Engine<'a> {
         dtype: Dtype,
     ) -> Result<Self> {
         let buffers = Buffers::new(context(gpu))?;
-        let mut config = CacheConfig::builder(
-            format,
-            Heads {
-                q: HEADS,
-                kv: HEADS,
-                dim: DIM,
-            },
-        )
-        .centres(false)
-        .unit_tensor_scales()
-        .sequences(BATCH)
-        .max_len(MAX_LEN)
-        .build();
+        let heads = Heads {
+            q: HEADS,
+            kv: HEADS,
+            dim: DIM,
+        };
+        let mut config = CacheConfig::builder(format, heads)
+            .centres(false)
+            .unit_tensor_scales()
+            .sequences(BATCH)
+            .max_len(MAX_LEN)
+            .build();
         config.page_size = PAGE;
         let cpu = CpuBackend::new();
         let cache = cpu.create_cache(&config)?;
