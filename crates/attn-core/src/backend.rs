@@ -135,7 +135,7 @@ pub trait DecodeAttention: Send + Sync {
         Err(Error::Unsupported(Unsupported::NoKernel {
             backend: self.device().backend,
             what: "a shard's step".into(),
-            built: "whole sequences; the CPU backend and CUDA's prepare_spans take shards".into(),
+            built: "whole sequences; backends cpu and cuda take shards".into(),
         }))
     }
 }

@@ -419,7 +419,7 @@ impl Problem {
                     what: format!(
                         "a shard of a sequence, of which {tokens} tokens {place} in others"
                     ),
-                    built: "whole sequences; the CPU backend and CUDA's prepare_spans take shards"
+                    built: "whole sequences; backends cpu and cuda take shards"
                         .into(),
                 });
             }

@@ -14,7 +14,7 @@ use crate::{
 /// A shard is a run of whole spans of 1024 tokens of a sequence, but for the last, and a problem of its own
 /// ([`Problem::tokens_after`]). What it hands over are its spans' states, not one state: a device merges spans one after the other, and
 /// sums that are rounded depend on their order. [`SpanStates::finish`] makes the same merges over all shards. [`DecodeAttention::attend_spans`](crate::DecodeAttention::attend_spans)
-/// makes such states on the host, and the native entry of `attn-cuda` on a GPU, in the same layout.
+/// makes such states in host memory, and the native entry of `attn-cuda` in a GPU's, in the same layout.
 #[derive(Debug, Clone, PartialEq)]
 pub struct SpanStates {
     rows: usize,

@@ -4,11 +4,11 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use attn_core::{
     Arithmetic, CacheConfig, DecodeAttention, DecodeStep, DeviceInfo, DeviceSteps, Dtype, Error,
-    KvCache, KvFormat, KvMemory, PageStore, Plan, Problem, StepInputs, StepOutputs, Unsupported,
-    grid::GridCheck,
+    KvCache, KvFormat, KvMemory, PageStore, Plan, Problem, SpanStates, SpansStep, StepInputs,
+    StepOutputs, Unsupported, error::reserve, grid::GridCheck, segments::num_spans,
 };
 use attn_kernels::cuda::KvLayout;
-use cudarc::driver::{DriverError, result};
+use cudarc::driver::result;
 
 use crate::{
     attention::{Attention, AttentionKv, AttentionRows},
@@ -17,7 +17,7 @@ use crate::{
     error::{BACKEND, failed},
     gpu::CudaBackend,
     images,
-    native::{self, NativePlan, PlanKind, Stream},
+    native::{self, DeviceAddress, NativePlan, PlanKind, Stream},
     sizes,
     staged_view::{StagedView, layout_of},
     staging::Parts,
@@ -25,12 +25,22 @@ use crate::{
 };
 
 impl CudaBackend {
-    /// Attends with queries and results in host memory: copies queries, the lists that differ from the step before, and results, and waits once.
+    /// Attends with queries and results in host memory: outputs, and log-sum-exps if there are any.
     fn attend(
         &self,
         step: &StepInputs<'_>,
-        StepOutputs { out, mut lse, .. }: StepOutputs<'_>,
+        StepOutputs { out, lse, .. }: StepOutputs<'_>,
     ) -> Result<(), Error> {
+        let mut out = out.packed()?;
+        let of_out = out.as_mut_slice();
+        check_lengths(step.problem(), of_out, lse.as_deref())?;
+        self.run(step, HostResults::Rows(of_out, lse))?;
+        out.finish();
+        Ok(())
+    }
+
+    /// Copies queries, the lists that differ from the step before, and results, and waits once.
+    fn run(&self, step: &StepInputs<'_>, mut results: HostResults<'_>) -> Result<(), Error> {
         let device = &*self.device;
         device.bind()?;
         let (planned, problem) = (self.planned(step.plan())?, step.problem());
@@ -43,25 +53,23 @@ impl CudaBackend {
                 ..
             }
         );
-        let plan = planned.native(layout, has_centres, step.plan())?;
+        let plan = planned.native((results.kind(), layout, has_centres), step.plan())?;
         let q = step.q().packed(0..problem.query_tokens())?;
-        let mut out = out.packed()?;
-        check_lengths(problem, &q, out.as_mut_slice(), lse.as_deref())?;
+        check_elements(problem, "q", &q)?;
         let at_q = parts.add(&q)?;
-        let at_out = parts.reserve(size_of_val(out.as_mut_slice()))?;
-        let at_lse = parts.reserve(lse.as_deref().map_or(0, size_of_val))?;
+        let mut places = [None; 2];
+        for (place, result) in places.iter_mut().zip(results.slices()) {
+            *place = result
+                .map(|result| parts.reserve(size_of_val(result)))
+                .transpose()?;
+        }
         let mut calls = self.host_calls();
         let base = calls.rows(device, parts.bytes())?;
+        let places = places.map(|at| at.map_or(DeviceAddress::NULL, |at| base.offset(at)));
         let attention = Attention {
             problem,
             plan: &plan,
-            rows: AttentionRows {
-                q: base.offset(at_q),
-                dtype: Dtype::F32,
-                out: base.offset(at_out),
-                lse: base.offset(at_lse).given(lse.is_some()),
-                states: None,
-            },
+            rows: results.rows(base.offset(at_q), places),
             kv,
             view_at: base,
         };
@@ -72,28 +80,19 @@ impl CudaBackend {
         unsafe { parts.copy(base, stream.raw()) }.map_err(failed("copying the inputs"))?;
         // SAFETY:
         // - Stream: the device's own, alive and of the current context; each call before has waited.
-        // - Rows: `check_lengths` has compared queries and outputs with the problem that `plan` is for; parts are aligned to 256 bytes. `DecodeStep::new` has compared each
-        //   query with the range.
+        // - Rows: `check_lengths` has compared queries and outputs with the problem that `plan` is for, `attend_spans` made states for all of its spans; parts are aligned to
+        //   256 bytes. `DecodeStep::new` has compared each query with the range.
         // - K and V: of a live cache of this backend, which `step` borrows, or a view that `DecodeStep::new` has compared with the problem, copied ahead.
         // - Lifetime: all other memory is the calls', whose lock is held until `wait` has waited; one stream.
         unsafe { attention.enqueue(device, &mut calls.memory, stream) }?;
-        let AttentionRows {
-            out: from,
-            lse: of_lse,
-            ..
-        } = attention.rows;
-        let mut copy_out = || -> Result<(), DriverError> {
-            // SAFETY: `parts` has as many bytes as `out` has; it outlives `wait`.
-            unsafe { result::memcpy_dtoh_async(out.as_mut_slice(), from.get(), stream.raw()) }?;
-            // SAFETY: the same for `lse`.
-            lse.as_deref_mut().map_or(Ok(()), |lse| unsafe {
-                result::memcpy_dtoh_async(lse, of_lse.get(), stream.raw())
-            })
-        };
-        copy_out().map_err(failed("copying the results"))?;
-        wait.finish().map_err(failed("decoding"))?;
-        out.finish();
-        Ok(())
+        for (from, result) in places.into_iter().zip(results.slices()) {
+            // SAFETY: `parts` has as many bytes as the result has; it outlives `wait`.
+            let copied = result.map_or(Ok(()), |result| unsafe {
+                result::memcpy_dtoh_async(result, from.get(), stream.raw())
+            });
+            copied.map_err(failed("copying the results"))?;
+        }
+        wait.finish().map_err(failed("decoding"))
     }
 
     /// How K and V of a step lie, and K and V: pages of a cache, or a view's rows, for which it takes parts.
@@ -128,8 +127,47 @@ impl CudaBackend {
     }
 }
 
-/// What launches of a plan differ in: the layout of K and V, and whether keys lack centres of K.
-type Planning = (KvLayout, bool);
+/// Where results go in host memory.
+enum HostResults<'a> {
+    /// Outputs, and log-sum-exps.
+    Rows(&'a mut [f32], Option<&'a mut [f32]>),
+    /// Maxima and sums, and O, of the states of spans.
+    Spans(&'a mut [f32], &'a mut [f32]),
+}
+
+impl HostResults<'_> {
+    fn kind(&self) -> PlanKind {
+        match self {
+            HostResults::Rows(..) => PlanKind::Known,
+            HostResults::Spans(..) => PlanKind::Spans,
+        }
+    }
+
+    fn slices(&mut self) -> [Option<&mut [f32]>; 2] {
+        match self {
+            HostResults::Rows(out, lse) => [Some(out), lse.as_deref_mut()],
+            HostResults::Spans(max_sums, o) => [Some(max_sums), Some(o)],
+        }
+    }
+
+    /// The rows of a launch with queries at `q`, and results where they are copied from.
+    fn rows(&self, q: DeviceAddress, at: [DeviceAddress; 2]) -> AttentionRows {
+        let ([out, lse], states) = match self {
+            HostResults::Rows(..) => (at, None),
+            HostResults::Spans(..) => ([DeviceAddress::NULL; 2], Some(at)),
+        };
+        AttentionRows {
+            q,
+            dtype: Dtype::F32,
+            out,
+            lse,
+            states,
+        }
+    }
+}
+
+/// What launches of a plan differ in: what they leave, the layout of K and V, and whether keys lack centres of K.
+type Planning = (PlanKind, KvLayout, bool);
 
 /// The launches of a plan.
 struct Planned {
@@ -139,13 +177,8 @@ struct Planned {
 
 impl Planned {
     /// The launch for K and V that lie so, prepared where it is the first. With centres of K it is exact: fast launches dequantize pages, and know no centres.
-    fn native(
-        &self,
-        layout: KvLayout,
-        has_centres: bool,
-        plan: &Plan,
-    ) -> Result<Arc<NativePlan>, Error> {
-        let key = (layout, has_centres);
+    fn native(&self, key: Planning, plan: &Plan) -> Result<Arc<NativePlan>, Error> {
+        let (kind, layout, has_centres) = key;
         let known = self.by_layout.lock();
         let mut known = known.unwrap_or_else(PoisonError::into_inner);
         if let Some((_, native)) = known.iter().find(|(of, _)| *of == key) {
@@ -155,8 +188,13 @@ impl Planned {
         if has_centres {
             problem.scores.arithmetic = Arithmetic::Exact;
         }
-        let (kind, format) = (PlanKind::Known, plan.format());
-        let of = (format, layout);
+        if kind == PlanKind::Spans {
+            // Read on the device, or by the merge.
+            problem.tokens_before.clear();
+            problem.tokens_after.clear();
+            problem.scores.sinks = None;
+        }
+        let of = (plan.format(), layout);
         let native = native::prepare(kind, &self.device, &problem, of, has_centres)?;
         let native = Arc::new(native);
         known.push((key, native.clone()));
@@ -167,29 +205,37 @@ impl Planned {
 /// The layout of a cache that asks for no other page size.
 const USUAL: KvLayout = KvLayout::Pages(64);
 
+/// Whether tokens lie in other shards.
+fn is_shard(problem: &Problem) -> bool {
+    let elsewhere = [&problem.tokens_before, &problem.tokens_after];
+    elsewhere.into_iter().flatten().any(|tokens| *tokens > 0)
+}
+
 /// Refuses slices of other lengths than the problem's.
-fn check_lengths(
-    problem: &Problem,
-    q: &[f32],
-    out: &[f32],
-    lse: Option<&[f32]>,
-) -> Result<(), Error> {
+fn check_lengths(problem: &Problem, out: &[f32], lse: Option<&[f32]>) -> Result<(), Error> {
+    check_elements(problem, "out", out)?;
     let rows = problem.rows();
-    let elems = sizes::product("elements of a query", &[rows, problem.head_dim])?;
-    for (what, given, needed) in [
-        ("q", q.len(), elems),
-        ("out", out.len(), elems),
-        ("lse", lse.map_or(rows, <[f32]>::len), rows),
-    ] {
-        if given != needed {
-            return Err(Error::Length {
-                what,
-                given,
-                needed,
-            });
-        }
+    check_length("lse", lse.map_or(rows, <[f32]>::len), rows)
+}
+
+fn check_elements(problem: &Problem, what: &'static str, x: &[f32]) -> Result<(), Error> {
+    let sizes = [problem.rows(), problem.head_dim];
+    check_length(
+        what,
+        x.len(),
+        sizes::product("elements of a query", &sizes)?,
+    )
+}
+
+fn check_length(what: &'static str, given: usize, needed: usize) -> Result<(), Error> {
+    if given == needed {
+        return Ok(());
     }
-    Ok(())
+    Err(Error::Length {
+        what,
+        given,
+        needed,
+    })
 }
 
 impl DecodeAttention for CudaBackend {
@@ -236,12 +282,42 @@ impl DecodeAttention for CudaBackend {
         let plan = Plan::new(BACKEND, problem, format, planned)?;
         // Pages of other sizes, contiguous caches, and caches that have centres of K, or none, against their format's habit, are prepared by their first step.
         let has_centres = format.check_centres().is_ok();
-        self.planned(&plan)?.native(USUAL, has_centres, &plan)?;
+        let kind = match is_shard(problem) {
+            true => PlanKind::Spans,
+            false => PlanKind::Known,
+        };
+        self.planned(&plan)?
+            .native((kind, USUAL, has_centres), &plan)?;
         Ok(plan)
     }
 
     fn device_steps(&self, cache: &KvCache) -> Result<Box<dyn DeviceSteps>, Error> {
         Ok(Box::new(CudaSteps::new(self, cache)?))
+    }
+
+    fn attend_spans(&self, step: &SpansStep<'_>) -> Result<SpanStates, Error> {
+        let inputs = step.inputs();
+        let (rows, dim) = (inputs.problem().rows(), inputs.problem().head_dim);
+        let spans = |problem: &Problem| {
+            let longest = problem.kv_lens.iter().copied().max();
+            num_spans(longest.unwrap_or(0)).max(1)
+        };
+        // A launch leaves states of all spans that its plan has.
+        let [of_plan, own] = [inputs.plan().problem(), inputs.problem()].map(spans);
+        let count = |each| sizes::product("states of spans", &[of_plan, rows, each]);
+        let zeros = |count: usize| {
+            let mut zeros = Vec::new();
+            reserve("states of spans", &mut zeros, count)?;
+            zeros.resize(count, 0.0f32);
+            Ok::<_, Error>(zeros)
+        };
+        let (mut max_sums, mut o) = (zeros(count(2)?)?, zeros(count(dim)?)?);
+        if rows > 0 {
+            self.run(&inputs, HostResults::Spans(&mut max_sums, &mut o))?;
+        }
+        max_sums.truncate(own * rows * 2);
+        o.truncate(own * rows * dim);
+        SpanStates::new(rows, dim, max_sums, o)
     }
 
     fn execute(&self, step: &mut DecodeStep<'_>) -> Result<(), Error> {

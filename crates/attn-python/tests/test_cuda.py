@@ -232,6 +232,8 @@ def test_shards_in_caches_have_the_bits_of_one_cache(rng, format, modifiers):
         on_gpus, on_cpu = pair(format, max_tokens=2500)
         for sequence, (first, last) in enumerate(parts):
             rows_of = slice(2500 * sequence + first, 2500 * sequence + last)
+            for cache in (on_gpus, on_cpu) if start and first < last else ():
+                cache.begin_shard(sequence, start, gpu.shard_centres(sequence))
             on_gpus.append(k[rows_of], v[rows_of], sequences=sequence)
             on_cpu.append(k[rows_of].cpu(), v[rows_of].cpu(), sequences=sequence)
         others = dict(tokens_before=[start if first < last else 0 for first, last in parts], tokens_after=[n - last for n, (_, last) in zip(lens, parts)])
@@ -242,6 +244,9 @@ def test_shards_in_caches_have_the_bits_of_one_cache(rng, format, modifiers):
             seen = of_cpu[..., 0] > float("-inf")
             assert torch.equal(max_sums[..., 0].cpu(), of_cpu[..., 0]), (start, spans)
             assert torch.equal(max_sums.cpu()[seen], of_cpu[seen]) and torch.equal(o.cpu()[seen], o_of_cpu[seen]), (start, spans)
+        # Rows in host memory.
+        max_sums_here, o_here = on_gpus.attend_spans(q.cpu(), spans=4, **others, **chosen, **modifiers)
+        assert torch.equal(max_sums_here[seen], of_cpu[seen]) and torch.equal(o_here[seen], o_of_cpu[seen]), start
         states.append((max_sums, o))
     max_sums, o = (torch.cat(x) for x in zip(*states))
     out, lse = attn.torch.merge_spans(format, max_sums, o, kv_heads=2, sinks=sinks.cuda())
@@ -254,7 +259,6 @@ def test_shards_in_caches_have_the_bits_of_one_cache(rng, format, modifiers):
         (attn.ParameterError, lambda: gpu.attend_spans(q, spans=2, **chosen)),
         (attn.ShapeError, lambda: attn.torch.merge_spans(format, max_sums, o, kv_heads=2, v_scales=torch.ones(2, device="cuda"))),
         (attn.ParameterError, lambda: attn.merge_spans(format, max_sums, o, kv_heads=2)),
-        (attn.UnsupportedError, lambda: gpu.attend_spans(q.cpu(), **chosen)),
     ):
         with pytest.raises(error) as refusal:
             call()

@@ -131,6 +131,13 @@ impl Pair<'_> {
         let plan = self.cpu.plan(problem, self.here.config().format)?;
         let step = SpansStep::new(&plan, &on_host, KvSource::Sequences(&here))?;
         let want = self.cpu.attend_spans(&step)?;
+        // With rows in host memory.
+        let in_theirs = self.there.layer(layer)?.sequences(chosen)?;
+        let plan = self.gpu.plan(problem, self.there.config().format)?;
+        let step = SpansStep::new(&plan, &on_host, KvSource::Sequences(&in_theirs))?;
+        if self.gpu.attend_spans(&step)? != want {
+            bail!("states on the host of layer {layer}");
+        }
 
         let there = at(layer, chosen).of_cache(&self.there)?;
         let (rows, spans) = (problem.rows(), 2);
