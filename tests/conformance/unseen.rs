@@ -111,16 +111,19 @@ fn step(
     let scales = cache.config().v_tensor_scales.clone();
     let outputs = (&mut merged[..], &mut merged_lse[..]);
     SpanStates::finish(&[states], problem, case.format, &scales, outputs).unwrap();
-    assert_eq!(
-        first_difference("out of spans", &merged, &out),
-        None,
-        "{name}"
-    );
-    assert_eq!(
-        first_difference("lse of spans", &merged_lse, &lse),
-        None,
-        "{name}"
-    );
+    // Floats on a GPU are merged in another order there.
+    let is_exact = case.format.is_integer() || backend.device().backend == "cpu";
+    for (what, found, expected) in [
+        ("out of spans", &merged, &out),
+        ("lse of spans", &merged_lse, &lse),
+    ] {
+        let difference = first_difference(what, found, expected).filter(|_| {
+            let is_near = |a: f32, b: f32| a == b || (a - b).abs() <= 1e-5 * b.abs().max(1.0);
+            let mut pairs = found.iter().zip(expected);
+            is_exact || pairs.any(|(a, b)| !is_near(*a, *b))
+        });
+        assert_eq!(difference, None, "{name}");
+    }
 }
 
 /// Rows that see nothing are +0 and their sink; the others are numbers.

@@ -419,8 +419,7 @@ impl Problem {
                     what: format!(
                         "a shard of a sequence, of which {tokens} tokens {place} in others"
                     ),
-                    built: "whole sequences; backends cpu and cuda take shards"
-                        .into(),
+                    built: "whole sequences; backends cpu and cuda take shards".into(),
                 });
             }
         }
