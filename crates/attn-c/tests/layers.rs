@@ -232,8 +232,8 @@ fn static_formats_ask_for_their_scales() {
     }
 }
 
-#[test]
-fn a_stream_drops_its_middle() {
+/// A cache whose first sequence has 300 tokens.
+fn with_300_tokens() -> Handles {
     let wide = CacheConfig {
         max_tokens: 512,
         ..config()
@@ -241,6 +241,12 @@ fn a_stream_drops_its_middle() {
     let handles = Handles::of(&wide);
     let (k, v) = (values(300 * ROW, 1), values(300 * ROW, 2));
     said(handles.append(&[one(0, 300)], &tokens(&k, &v)));
+    handles
+}
+
+#[test]
+fn a_stream_drops_its_middle() {
+    let handles = with_300_tokens();
     let mut dropped = 7;
     // SAFETY: the cache is alive, and the number is this function's own.
     let drop = |first, end, dropped: *mut usize| unsafe {
@@ -260,13 +266,7 @@ fn a_stream_drops_its_middle() {
 
 #[test]
 fn a_window_keeps_its_bits_when_the_tokens_before_it_are_dropped() {
-    let wide = CacheConfig {
-        max_tokens: 512,
-        ..config()
-    };
-    let handles = Handles::of(&wide);
-    let (k, v) = (values(300 * ROW, 1), values(300 * ROW, 2));
-    said(handles.append(&[one(0, 300)], &tokens(&k, &v)));
+    let handles = with_300_tokens();
     let q = values(2 * ROW, 3);
     let window = Modifiers {
         window: 100,
