@@ -145,7 +145,8 @@ impl Centres {
         if sequences > self.capacity {
             let capacity = sequences.max(self.capacity.saturating_mul(2));
             let memory = self.copied(capacity)?;
-            self.outgrown.push(std::mem::replace(&mut self.memory, memory));
+            self.outgrown
+                .push(std::mem::replace(&mut self.memory, memory));
             self.capacity = capacity;
         }
         self.sequences = sequences;

@@ -98,7 +98,8 @@ impl KvCache {
             self.store.read_centres(&access, layer, sequence, out)?;
             let centre = 2 * self.config.head_dim;
             for (i, centre) in out.chunks_exact_mut(centre).enumerate() {
-                if self.table.tokens_before[sequence] + self.table.lens[sequence] < [1, TILE][i % 2] {
+                if self.table.tokens_before[sequence] + self.table.lens[sequence] < [1, TILE][i % 2]
+                {
                     centre.fill(0);
                 }
             }
@@ -198,7 +199,9 @@ impl KvCache {
         // Tokens from position 64 on have the second centre, also those of the shard's own first tile.
         let row = 2 * self.config.head_dim;
         let mut own = filled("centres of K", needed, 0)?;
-        let heads = own.chunks_exact_mut(2 * row).zip(centres.chunks_exact(2 * row));
+        let heads = own
+            .chunks_exact_mut(2 * row)
+            .zip(centres.chunks_exact(2 * row));
         for (own, given) in heads {
             own[..row].copy_from_slice(&given[row..]);
             own[row..].copy_from_slice(&given[row..]);
@@ -209,7 +212,9 @@ impl KvCache {
     }
 
     fn all_centres_bytes(&self) -> usize {
-        self.config.centres_bytes().saturating_mul(self.config.layers)
+        self.config
+            .centres_bytes()
+            .saturating_mul(self.config.layers)
     }
 
     /// Refuses to attend a shard of other tokens ahead than its keys were written with: it would have another one's centres.
