@@ -53,7 +53,7 @@ pub fn needle(args: &NeedleArgs, console: &mut Console<'_>, backends: &Backends)
             let of_round = |round: u32| {
                 let start = round as usize * needed;
                 ensure!(
-                    start < text.len(),
+                    start + needed <= text.len(),
                     "{} has {} tokens, but {} rounds of {context} are asked for; take fewer or shorter ones (--rounds, --contexts)",
                     args.text.display(),
                     text.len(),
