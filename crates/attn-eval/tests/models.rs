@@ -332,7 +332,7 @@ fn the_script_of_biases_writes_a_model_whose_keys_have_a_constant_before_rotatio
     let plain = first_layer(&folder, &model, &prose);
     // Elements of the five slowest and of the five middle pairs of 32.
     for (pairs, elements) in [("slow", 54..64), ("middle", 28..38)] {
-        let output = script(&model, &["--pairs", pairs, "--deaf"]).unwrap();
+        let output = script(&model, &["--pairs", pairs, "--unread"]).unwrap();
         assert!(output.status.success(), "{}", text(&output.stderr));
         let layer = first_layer(&folder, &biased, &prose);
         let difference = |t: usize, i: usize| layer.kv.k[t * 64 + i] - plain.kv.k[t * 64 + i];

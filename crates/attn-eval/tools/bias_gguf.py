@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
 """Writes a GGUF model again, with biases of K: a constant before the rotary positions, as the models of Qwen 2 have.
 
-    bias_gguf.py MODEL.gguf OUT.gguf --norm 300 --pairs slow|middle|FIRST-LAST [--deaf]
+    bias_gguf.py MODEL.gguf OUT.gguf --norm 300 --pairs slow|middle|FIRST-LAST [--unread]
 
 Every KV head of every layer gets a bias of this norm, spread evenly over the named rotary pairs: `slow` are the five that turn slowest, `middle`
 the five around the middle of all pairs. The model has the architecture llama and no biases of K; the standard library is enough.
 
-The bias changes the model's own predictions, since its queries were not trained with it. With --deaf, the queries' weights of the named pairs are 0,
+The bias changes the model's own predictions, since its queries were not trained with it. With --unread, the queries' weights of the named pairs are 0,
 so that no score depends on these pairs: the model is the same one for each norm, and the constant is in the keys all the same.
 """
 
@@ -99,7 +99,7 @@ def main():
     parser.add_argument("out")
     parser.add_argument("--norm", type=float, required=True, help="the norm of each KV head's bias")
     parser.add_argument("--pairs", default="slow", help="slow, middle, or FIRST-LAST; pair 0 turns fastest")
-    parser.add_argument("--deaf", action="store_true", help="queries are 0 in these pairs")
+    parser.add_argument("--unread", action="store_true", help="queries are 0 in these pairs")
     args = parser.parse_args()
     with open(args.model, "rb") as file:
         data = bytearray(file.read())
@@ -120,7 +120,7 @@ def main():
     head = [each if i in biased else 0.0 for i in range(dim)]
     bias = struct.pack(f"<{dim * kv_heads}f", *head * kv_heads)
     body = data[header.start:]
-    if args.deaf:
+    if args.unread:
         for name, shape, kind, offset in header.tensors:
             if name.endswith("attn_q.weight"):
                 # Rows of zero bytes are zeros in every type of blocks.
