@@ -11,7 +11,9 @@ use attn_cli::{
 };
 use clap::{Parser, Subcommand};
 
+mod layers;
 mod models;
+mod needle;
 mod plot;
 mod recorded;
 
@@ -32,6 +34,10 @@ enum Command {
     Generate(models::GenerateArgs),
     /// What cache formats do to a model's predictions of a text.
     Perplexity(models::PerplexityArgs),
+    /// Whether a model finds numbers that are hidden in a long text, over cache formats.
+    Needle(needle::NeedleArgs),
+    /// Q, K and V of a model's layers over a text, as a file for `attn run`.
+    Layers(layers::LayersArgs),
     /// The charts of figures that `attn bench` measured.
     Plot(plot::PlotArgs),
     /// A script that completes commands and options in a shell, on standard output.
@@ -51,13 +57,18 @@ impl Arguments for Args {
     }
 
     fn decodes(&self) -> bool {
-        matches!(self.command, Command::Generate(_) | Command::Perplexity(_))
+        matches!(
+            self.command,
+            Command::Generate(_) | Command::Perplexity(_) | Command::Needle(_)
+        )
     }
 
     fn run(self, console: &mut Console<'_>, backends: &Backends) -> Result<bool> {
         match self.command {
             Command::Generate(args) => models::generate(&args, console, backends).map(|()| true),
             Command::Perplexity(args) => models::perplexity(&args, console, backends),
+            Command::Needle(args) => needle::needle(&args, console, backends),
+            Command::Layers(args) => layers::layers(&args, console).map(|()| true),
             Command::Plot(args) => plot::plot(&args).map(|()| true),
             Command::Completions { shell } => {
                 program::completions::<Args>(shell, console).map(|()| true)

@@ -15,22 +15,29 @@ use attn_llm::{
 use indicatif::{ProgressBar, ProgressStyle};
 use serde_json::{Value, json};
 
-/// The model, and where its attention runs.
+/// The model.
 #[derive(clap::Args)]
-struct ModelArgs {
+pub(crate) struct FileArgs {
     /// A GGUF file, or a folder with config.json, tokenizer.json and safetensors: Llama 2 and 3, SmolLM2, Mistral, Qwen 2 and 3. With the feature `hub`
     /// also a name on huggingface.co: owner/model or owner/model/FILE.gguf, @revision behind the model.
     #[arg(long, value_name = "PATH")]
-    model: PathBuf,
+    pub model: PathBuf,
     /// Matrix products: f32; packed: with a GGUF file's own blocks and activations in 8 bits; cuda: in f32 on a GPU, with the feature `products-cuda`.
     #[arg(long, default_value_t)]
-    products: Products,
-    /// cuda, wgpu or cpu, for attention; the best present by default.
-    #[arg(long)]
-    backend: Option<attn::BackendId>,
+    pub products: Products,
     /// The most tokens of a prompt or a text that are computed at once; results do not depend on it.
     #[arg(long, default_value_t = 128, value_parser = clap::value_parser!(u32).range(1..=65536))]
     chunk: u32,
+}
+
+/// The model, and where its attention runs.
+#[derive(clap::Args)]
+pub(crate) struct ModelArgs {
+    #[command(flatten)]
+    pub file: FileArgs,
+    /// cuda, wgpu or cpu, for attention; the best present by default.
+    #[arg(long)]
+    backend: Option<attn::BackendId>,
 }
 
 /// What `attn-eval generate` reads.
@@ -70,7 +77,7 @@ pub struct PerplexityArgs {
     #[arg(long, required = true, value_delimiter = ',', value_name = "FILE")]
     text: Vec<PathBuf>,
     /// Formats, and f32: plain attention over a cache of f32, which all are compared with, products in f32.
-    #[arg(long, value_delimiter = ',', default_value = "f32,bf16,fp8,int8,int8/int4,int4", value_parser = format)]
+    #[arg(long, value_delimiter = ',', default_value = FORMATS, value_parser = format)]
     kv: Vec<CacheFormat>,
     /// Store keys with their centres, also where caches take them off by default.
     #[arg(long)]
@@ -92,11 +99,14 @@ pub struct PerplexityArgs {
     force: bool,
 }
 
+/// The formats that are compared by default.
+pub(crate) const FORMATS: &str = "f32,bf16,fp8,int8,int8/int4,int4";
+
 /// A format of the library, or f32.
 #[derive(Debug, Clone, Copy)]
-struct CacheFormat(Option<KvFormat>);
+pub(crate) struct CacheFormat(pub Option<KvFormat>);
 
-fn format(name: &str) -> Result<CacheFormat, String> {
+pub(crate) fn format(name: &str) -> Result<CacheFormat, String> {
     match name {
         "f32" => Ok(CacheFormat(None)),
         name => match name.parse() {
@@ -114,32 +124,52 @@ fn norm(given: &str) -> Result<f32, String> {
 }
 
 /// A model that is ready, and the backend of its attention.
-struct Ready {
-    model: Model,
-    tokenizer: Tokenizer,
-    backend: Arc<dyn DecodeAttention>,
-    device: String,
+pub(crate) struct Ready {
+    pub model: Model,
+    /// With products in f32 the model is its own reference; with others it is this one.
+    pub reference: Option<Model>,
+    pub tokenizer: Tokenizer,
+    pub backend: Arc<dyn DecodeAttention>,
+    pub device: String,
 }
 
 impl ModelArgs {
     /// Opens the backend and reads the model; prints what its files leave open.
-    fn open(&self, backends: &Backends, console: &mut Console<'_>) -> Result<Ready> {
+    pub fn open(&self, backends: &Backends, console: &mut Console<'_>) -> Result<Ready> {
         let selection = (backends.select)(self.backend)?;
         let device = selection.backend.device();
         let device = format!("{}: {} ({})", selection.id, device.name, device.detail);
-        let (model, tokenizer) = load(&self.path()?, self.products)?;
-        for remark in model.remarks() {
-            console.remark(format_args!("{}: {remark}", self.model.display()));
-        }
+        let (model, tokenizer) = self.file.open(console)?;
         Ok(Ready {
             model,
+            reference: None,
             tokenizer,
             backend: Arc::from(selection.backend),
             device,
         })
     }
 
-    fn chunk(&self) -> usize {
+    /// The same, with the model whose products are in f32 where the model's own are not.
+    pub fn open_compared(&self, backends: &Backends, console: &mut Console<'_>) -> Result<Ready> {
+        let mut ready = self.open(backends, console)?;
+        if self.file.products != Products::F32 {
+            ready.reference = Some(load(&self.file.path()?, Products::F32)?.0);
+        }
+        Ok(ready)
+    }
+}
+
+impl FileArgs {
+    /// Reads the model; prints what its files leave open.
+    pub fn open(&self, console: &mut Console<'_>) -> Result<(Model, Tokenizer)> {
+        let (model, tokenizer) = load(&self.path()?, self.products)?;
+        for remark in model.remarks() {
+            console.remark(format_args!("{}: {remark}", self.model.display()));
+        }
+        Ok((model, tokenizer))
+    }
+
+    pub fn chunk(&self) -> usize {
         self.chunk as usize
     }
 
@@ -179,7 +209,7 @@ fn load(path: &Path, products: Products) -> Result<(Model, Tokenizer)> {
 }
 
 /// A bar on standard error; it is drawn on terminals alone.
-fn bar(what: &'static str, length: u64) -> ProgressBar {
+pub(crate) fn bar(what: &'static str, length: u64) -> ProgressBar {
     let style = ProgressStyle::with_template("{msg} {wide_bar} {pos}/{len}");
     let bar = ProgressBar::new(length).with_message(what);
     match style {
@@ -228,7 +258,7 @@ fn generate_in(
 ) -> Result<Generation> {
     let options = Options {
         max_tokens: args.tokens as usize,
-        chunk: args.model.chunk(),
+        chunk: args.model.file.chunk(),
         temperature: args.temperature,
         seed: args.seed,
         ends: ready.tokenizer.ends().to_vec(),
@@ -346,35 +376,22 @@ pub fn perplexity(
     let plot = args.plot.as_deref();
     let plot = plot.map(|path| Target::new(path, args.force, None));
     let plot = plot.transpose()?;
-    let ready = args.model.open(backends, console)?;
-    let texts: Vec<Vec<u32>> = args
-        .text
-        .iter()
-        .map(|path| {
-            let text = fs::read_to_string(path).with_context(|| {
-                format!("cannot read {} as text; check the path", path.display())
-            })?;
-            Ok(ready.tokenizer.encode(&text)?)
-        })
-        .collect::<Result<_>>()?;
+    let ready = args.model.open_compared(backends, console)?;
+    let encoded = |path: &PathBuf| encoded(&ready.tokenizer, path);
+    let texts: Vec<Vec<u32>> = args.text.iter().map(encoded).collect::<Result<_>>()?;
     let pieces = pieces(args, &ready, &texts)?;
     let formats: Vec<_> = args.kv.iter().map(|format| format.0).collect();
     let total: usize = pieces.iter().map(|piece| piece.len()).sum();
     let bar = bar("predicting", total as u64);
-    // With products in f32 the model is its own reference.
-    let products = args.model.products;
-    let reference = match products {
-        Products::F32 => None,
-        _ => Some(load(&args.model.path()?, Products::F32)?.0),
-    };
+    let products = args.model.file.products;
     let comparison = Comparison {
         model: &ready.model,
-        reference: reference.as_ref(),
+        reference: ready.reference.as_ref(),
         backend: Arc::clone(&ready.backend),
         formats: &formats,
         centres: !args.no_centres,
         k_bias: args.k_bias,
-        chunk: args.model.chunk(),
+        chunk: args.model.file.chunk(),
     };
     let results = attn_llm::perplexity(&comparison, &pieces, &mut |done| {
         bar.set_position(done as u64);
@@ -400,6 +417,13 @@ pub fn perplexity(
     }
     let is_number = |f: &Fidelity| f.mean_kl.is_finite() && f.perplexity.is_finite();
     Ok(results.iter().all(is_number))
+}
+
+/// The tokens of a text file.
+pub(crate) fn encoded(tokenizer: &Tokenizer, path: &Path) -> Result<Vec<u32>> {
+    let text = fs::read_to_string(path)
+        .with_context(|| format!("cannot read {} as text; check the path", path.display()))?;
+    Ok(tokenizer.encode(&text)?)
 }
 
 /// The first pieces of each text, one of each text after another.
@@ -433,17 +457,18 @@ fn pieces<'a>(
 }
 
 const HEADER: &str = "\
-| K/V | bytes per token | perplexity | KL × 1000 | 99th percentile × 1000 | same top token |
-|---|---|---|---|---|---|";
+| K/V | bytes per token | perplexity | KL × 1000 | 99th percentile × 1000 | 99.9th | same top token |
+|---|---|---|---|---|---|---|";
 
 fn line(result: &Fidelity) -> String {
     format!(
-        "| {} | {:.0} | {:.3} | {:.3} | {:.2} | {:.2} % |",
+        "| {} | {:.0} | {:.3} | {:.3} | {:.2} | {:.2} | {:.2} % |",
         result.name(),
         result.bytes_per_token,
         result.perplexity,
         result.mean_kl * 1e3,
         result.p99_kl * 1e3,
+        result.p999_kl * 1e3,
         result.same_top * 100.0
     )
 }
@@ -457,7 +482,7 @@ fn fidelity_value(result: &Fidelity) -> Value {
         .collect();
     json!({
         "kv": result.name(), "bytes_per_token": number(result.bytes_per_token), "perplexity": number(result.perplexity),
-        "mean_kl": number(result.mean_kl), "mean_kl_of_pieces": pieces, "p99_kl": number(result.p99_kl),
+        "mean_kl": number(result.mean_kl), "mean_kl_of_pieces": pieces, "p99_kl": number(result.p99_kl), "p999_kl": number(result.p999_kl),
         "same_top": number(result.same_top),
     })
 }

@@ -1,4 +1,4 @@
-//! `attn-eval generate` and `attn-eval perplexity` on a small random model that the test writes.
+//! `attn-eval generate`, `perplexity`, `needle` and `layers` on a small random model that the test writes.
 
 #[path = "../../attn-cli/tests/program/mod.rs"]
 mod program;
@@ -199,6 +199,185 @@ fn perplexity_prints_a_table_json_and_a_plot() {
         made["formats"][0]["mean_kl"].as_f64().unwrap() < 1e-6,
         "{made}"
     );
+}
+
+#[test]
+fn needle_prints_a_table_and_json() {
+    let (folder, model) = model();
+    let prose = prose(&folder);
+    let arguments = [
+        "--text",
+        &prose,
+        "--contexts",
+        "300,400",
+        "--needles",
+        "2",
+        "--kv",
+        "f32,int4",
+    ];
+    let made = json(&run(&with(
+        "needle",
+        &model,
+        &[&arguments[..], &["--json"]].concat(),
+    )));
+    let table = printed(&with("needle", &model, &arguments));
+    assert!(table.contains("| K/V | 300 | 400 |"), "{table}");
+    let kl = |context: usize, i: usize| {
+        let kl = made["contexts"][context]["formats"][i]["mean_kl"].as_f64();
+        kl.unwrap()
+    };
+    for context in [0, 1] {
+        assert_eq!(kl(context, 0), 0.0);
+        let text = format!("{:.2} |", kl(context, 1) * 1e3);
+        assert!(kl(context, 1) > 0.0 && table.contains(&text), "{table}");
+    }
+    let found = &made["contexts"][1]["formats"][1]["found_of_needles"];
+    assert_eq!(found[0].as_array().unwrap().len(), 2, "{made}");
+    let refusal = |more: &[&str], says: &str| {
+        let all = [&["--text", &prose], more].concat();
+        refused(&run(&with("needle", &model, &all)), &[says]);
+    };
+    refusal(&["--contexts", "513"], "room for 512");
+    refusal(
+        &["--contexts", "100", "--needles", "9"],
+        "or more for 9 needles",
+    );
+    refusal(
+        &["--contexts", "500", "--rounds", "9", "--needles", "1"],
+        "9 rounds of 500",
+    );
+}
+
+/// The file is read by what reads the files of `attn run`.
+#[test]
+fn layers_writes_a_file_that_attn_run_reads() {
+    let (folder, model) = model();
+    let (prose, out) = (prose(&folder), folder.path("layers.safetensors"));
+    let command = |more: &[&str]| {
+        let first = ["layers", "--model", &model, "--text", &prose];
+        run(&[&first[..], more, &[&out]].concat())
+    };
+    let chosen = ["--layers", "1,0", "--tokens", "90", "--queries", "5"];
+    let made = json(&command(&[&chosen[..], &["--json"]].concat()));
+    assert_eq!(made["tokens"], 90);
+    let read = attn_cli::data::load(Some(out.as_ref()), None).unwrap();
+    assert_eq!((read.layers.len(), read.scale), (2, 0.125));
+    for (i, layer) in read.layers.iter().enumerate() {
+        assert_eq!(layer.kv.name.raw(), format!("layers.{i}"));
+        assert_eq!(
+            (layer.kv.seq, layer.kv.kv_heads, layer.kv.head_dim),
+            (90, 1, 64)
+        );
+        assert_eq!((layer.q_len, layer.q_heads), (5, 2));
+        assert!(layer.out.iter().all(|x| x.is_finite()));
+    }
+    // A first token of its own, and fewer queries: the same rows where both have them.
+    let shorter = ["--layers", "0", "--tokens", "80", "--force"];
+    assert_eq!(command(&shorter).status.code(), Some(0));
+    let again = attn_cli::data::load(Some(out.as_ref()), None).unwrap();
+    let (k, first) = (&again.layers[0].kv.k, &read.layers[0].kv.k);
+    assert_eq!((again.layers[0].q_len, k.len()), (8, 80 * 64));
+    assert!(k[..] == first[..k.len()]);
+    let moved = [
+        "--layers", "0", "--tokens", "80", "--first", "10", "--force",
+    ];
+    assert_eq!(command(&moved).status.code(), Some(0));
+    let moved = attn_cli::data::load(Some(out.as_ref()), None).unwrap();
+    assert!(moved.layers[0].kv.k != *k);
+    refused(&command(&chosen), &["layers.safetensors", "--force"]);
+    let refusal = |more: &[&str], says: &str| {
+        refused(&command(&[more, &["--force"]].concat()), &[says]);
+    };
+    refusal(&["--layers", "2", "--tokens", "90"], "0 to 1, each once");
+    refusal(&["--layers", "0", "--tokens", "513"], "room for 512");
+    refusal(
+        &["--layers", "0", "--tokens", "500", "--first", "9999999"],
+        "--first",
+    );
+}
+
+/// K, V and Q of a model's first layer over a text.
+fn first_layer(folder: &Folder, model: &str, prose: &str) -> attn_cli::data::Layer {
+    let out = folder.path("first.safetensors");
+    let arguments = ["--model", model, "--text", prose, "--layers", "0"];
+    let output = run(&[
+        &["layers"],
+        &arguments[..],
+        &["--tokens", "60", "--force", &out],
+    ]
+    .concat());
+    assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
+    let mut read = attn_cli::data::load(Some(out.as_ref()), None).unwrap();
+    read.layers.remove(0)
+}
+
+#[test]
+fn the_script_of_biases_writes_a_model_whose_keys_have_a_constant_before_rotation() {
+    let folder = Folder::new();
+    let [model, biased] = ["plain.gguf", "biased.gguf"].map(|name| folder.path(name));
+    std::fs::write(&model, tiny::gguf_without_biases()).unwrap();
+    let prose = prose(&folder);
+    let script = concat!(env!("CARGO_MANIFEST_DIR"), "/tools/bias_gguf.py");
+    let script = |from: &str, more: &[&str]| {
+        let mut command = std::process::Command::new("python3");
+        command
+            .args([script, from, &biased, "--norm", "300"])
+            .args(more);
+        command.output()
+    };
+    if let Err(error) = script(&model, &[]) {
+        eprintln!("SKIPPED: the script of biases needs python3 ({error})");
+        return;
+    }
+    let plain = first_layer(&folder, &model, &prose);
+    // Elements of the five slowest and of the five middle pairs of 32.
+    for (pairs, elements) in [("slow", 54..64), ("middle", 28..38)] {
+        let output = script(&model, &["--pairs", pairs, "--unread"]).unwrap();
+        assert!(output.status.success(), "{}", text(&output.stderr));
+        let layer = first_layer(&folder, &biased, &prose);
+        let difference = |t: usize, i: usize| layer.kv.k[t * 64 + i] - plain.kv.k[t * 64 + i];
+        for t in 0..60 {
+            let outside = (0..64).filter(|i| !elements.contains(i));
+            assert!(outside.into_iter().all(|i| difference(t, i) == 0.0));
+            let square: f32 = elements.clone().map(|i| difference(t, i).powi(2)).sum();
+            assert!((square.sqrt() / 300.0 - 1.0).abs() < 1e-4, "{square}");
+        }
+        // The first token is not turned.
+        let each = 300.0 / 10f32.sqrt();
+        assert!(
+            elements
+                .clone()
+                .all(|i| (difference(0, i) - each).abs() < 1e-3)
+        );
+        assert_eq!(layer.kv.v, plain.kv.v);
+        for (q, of_plain) in layer.q.chunks(64).zip(plain.q.chunks(64)) {
+            for i in 0..64 {
+                assert_eq!(
+                    q[i],
+                    if elements.contains(&i) {
+                        0.0
+                    } else {
+                        of_plain[i]
+                    }
+                );
+            }
+        }
+    }
+    // Models that have biases, and pairs that are not there.
+    let of_qwen = folder.path("qwen.gguf");
+    std::fs::write(&of_qwen, tiny::gguf()).unwrap();
+    let refusals = [
+        (&of_qwen, "slow", "architecture is not llama"),
+        (&model, "30-32", "pairs from 0 to 31"),
+    ];
+    for (from, pairs, says) in refusals {
+        let output = script(from, &["--pairs", pairs]).unwrap();
+        assert!(
+            text(&output.stderr).contains(says),
+            "{}",
+            text(&output.stderr)
+        );
+    }
 }
 
 #[test]

@@ -31,6 +31,8 @@ pub struct Fidelity {
     pub mean_kl_of_pieces: Vec<f64>,
     /// The divergence that 99 % of positions do not exceed.
     pub p99_kl: f64,
+    /// The divergence that 99.9 % of positions do not exceed.
+    pub p999_kl: f64,
     /// The share of positions whose likeliest token is that over an f32 cache.
     pub same_top: f64,
 }
@@ -75,16 +77,16 @@ struct Run {
 }
 
 /// Logits `[rows, vocab]`, as probabilities' logarithms when they are asked for.
-struct Rows<'a> {
+pub(crate) struct Rows<'a> {
     logits: &'a [f32],
     /// ln Σ exp of each row.
     lse: Vec<f64>,
-    top: Vec<usize>,
+    pub top: Vec<usize>,
     vocab: usize,
 }
 
 impl<'a> Rows<'a> {
-    fn new(logits: &'a [f32], vocab: usize) -> Self {
+    pub fn new(logits: &'a [f32], vocab: usize) -> Self {
         let of_row = |row: &[f32]| {
             let largest = row.iter().copied().fold(f32::NEG_INFINITY, f32::max);
             let sum: f64 = row.iter().map(|x| f64::from(x - largest).exp()).sum();
@@ -109,7 +111,7 @@ impl<'a> Rows<'a> {
     }
 
     /// Σ p·ln(p / q) of one row, where p is this one's distribution.
-    fn divergence(&self, other: &Rows<'_>, i: usize) -> f64 {
+    pub fn divergence(&self, other: &Rows<'_>, i: usize) -> f64 {
         let pairs = self.row(i).iter().zip(other.row(i));
         let term = |(a, b): (&f32, &f32)| {
             let (a, b) = (f64::from(*a) - self.lse[i], f64::from(*b) - other.lse[i]);
@@ -139,14 +141,16 @@ impl Run {
         let mean = |kl: &[f64]| kl.iter().sum::<f64>() / kl.len() as f64;
         let mut all = self.kl.concat();
         all.sort_by(f64::total_cmp);
-        let p99 = (all.len() * 99).div_ceil(100).saturating_sub(1);
+        let not_exceeded_by =
+            |thousandths: usize| all[(all.len() * thousandths).div_ceil(1000).saturating_sub(1)];
         Fidelity {
             format: self.format,
             bytes_per_token: self.bytes_per_token,
             perplexity: (self.loss / self.predictions as f64).exp(),
             mean_kl: mean(&all),
             mean_kl_of_pieces: self.kl.iter().map(|kl| mean(kl)).collect(),
-            p99_kl: all[p99],
+            p99_kl: not_exceeded_by(990),
+            p999_kl: not_exceeded_by(999),
             same_top: self.same_top as f64 / all.len() as f64,
         }
     }
@@ -192,7 +196,7 @@ pub fn perplexity(
         same_top: 0,
     };
     let mut runs: Vec<Run> = formats.iter().copied().map(new).collect();
-    let bias = k_bias(model.config(), comparison.k_bias);
+    let bias = comparison.bias();
     let mut done = 0;
     for piece in pieces {
         let mut exact = ExactKv::new(model.config(), 1, piece.len());
@@ -201,29 +205,13 @@ pub fn perplexity(
             let start = i * chunk + 1;
             let next = &piece[start..(start + tokens.len()).min(piece.len())];
             let vocab = model.config().vocab;
-            let forward = |model: &Model, kv: &mut dyn Kv| {
-                let piece = Piece {
-                    sequence: 0,
-                    tokens,
-                };
-                model.forward(&[piece], kv, Wanted::All)
-            };
-            let logits = forward(reference, &mut exact)?;
+            let logits = forward(reference, &mut exact, tokens, Wanted::All)?;
             let wanted = Rows::new(&logits, vocab);
             for (run, cache) in runs.iter_mut().zip(&mut caches) {
                 match cache {
                     Some(cache) => {
-                        let mut around = |_: usize, k: &[f32], attend: &mut Attend<'_>| {
-                            match comparison.k_bias {
-                                0.0 => attend(k),
-                                _ => attend(&biased(k, &bias)),
-                            }
-                        };
-                        let mut cache = Around {
-                            kv: &mut **cache,
-                            around: &mut around,
-                        };
-                        let logits = forward(model, &mut cache)?;
+                        let logits =
+                            comparison.forward(&mut **cache, &bias, tokens, Wanted::All)?;
                         run.add(&wanted, &Rows::new(&logits, vocab), next);
                     }
                     None => run.add(&wanted, &wanted, next),
@@ -234,6 +222,58 @@ pub fn perplexity(
         }
     }
     Ok(runs.into_iter().map(Run::fidelity).collect())
+}
+
+/// The logits of the next tokens of a cache's only sequence.
+pub(crate) fn forward(
+    model: &Model,
+    kv: &mut dyn Kv,
+    tokens: &[u32],
+    wanted: Wanted,
+) -> Result<Vec<f32>, Error> {
+    let piece = Piece {
+        sequence: 0,
+        tokens,
+    };
+    model.forward(&[piece], kv, wanted)
+}
+
+impl Comparison<'_> {
+    /// The constant that a KV head's keys get; none if its norm is 0.
+    pub(crate) fn bias(&self) -> Option<Vec<f32>> {
+        (self.k_bias != 0.0).then(|| k_bias(self.model.config(), self.k_bias))
+    }
+
+    /// The logits of the next tokens over a cache that is compared.
+    pub(crate) fn forward(
+        &self,
+        kv: &mut dyn Kv,
+        bias: &Option<Vec<f32>>,
+        tokens: &[u32],
+        wanted: Wanted,
+    ) -> Result<Vec<f32>, Error> {
+        let mut around = |_: usize, k: &[f32], attend: &mut Attend<'_>| match bias {
+            None => attend(k),
+            Some(bias) => attend(&biased(k, bias)),
+        };
+        let mut kv = Around {
+            kv,
+            around: &mut around,
+        };
+        forward(self.model, &mut kv, tokens, wanted)
+    }
+
+    /// An empty cache of a format for one sequence of so many tokens, of which up to `chunk` come at once.
+    pub(crate) fn paged(
+        &self,
+        format: KvFormat,
+        tokens: usize,
+        chunk: usize,
+    ) -> Result<PagedKv, Error> {
+        let backend = Arc::clone(&self.backend);
+        let config = self.model.config();
+        PagedKv::new(backend, config, format, 1, tokens, chunk, self.centres)
+    }
 }
 
 /// The call that attends a layer, with its keys.
@@ -271,11 +311,8 @@ fn caches(
     let mut caches: Vec<Option<Box<dyn Kv>>> = Vec::new();
     for run in runs {
         run.kl.push(Vec::new());
-        let backend = Arc::clone(&comparison.backend);
         if let Some(format) = run.format {
-            let chunk = comparison.chunk;
-            let centres = comparison.centres;
-            let paged = PagedKv::new(backend, config, format, 1, tokens, chunk, centres)?;
+            let paged = comparison.paged(format, tokens, comparison.chunk)?;
             run.bytes_per_token = paged.bytes_per_token();
             caches.push(Some(Box::new(paged)));
             continue;

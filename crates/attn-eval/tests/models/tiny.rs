@@ -92,7 +92,17 @@ fn shapes() -> Vec<(String, Vec<usize>, f32, f32)> {
 
 /// The file.
 pub fn gguf() -> Vec<u8> {
-    let tensors = tensors();
+    gguf_of("qwen2", tensors())
+}
+
+/// The file of a model of the architecture `llama`, without biases.
+pub fn gguf_without_biases() -> Vec<u8> {
+    let mut tensors = tensors();
+    tensors.retain(|(name, ..)| !name.ends_with(".bias"));
+    gguf_of("llama", tensors)
+}
+
+fn gguf_of(architecture: &str, tensors: Vec<Tensor>) -> Vec<u8> {
     let numbers = [
         ("block_count", LAYERS as u32),
         ("context_length", CONTEXT),
@@ -106,16 +116,16 @@ pub fn gguf() -> Vec<u8> {
     file.u64(tensors.len());
     file.u64(numbers.len() + 8);
     file.key("general.architecture", 8);
-    file.string("qwen2");
+    file.string(architecture);
     for (name, number) in numbers {
-        file.key(&format!("qwen2.{name}"), 4);
+        file.key(&format!("{architecture}.{name}"), 4);
         file.u32(number);
     }
     for (name, number) in [
         ("attention.layer_norm_rms_epsilon", 1e-5f32),
         ("rope.freq_base", 1e4),
     ] {
-        file.key(&format!("qwen2.{name}"), 6);
+        file.key(&format!("{architecture}.{name}"), 6);
         file.u32(number.to_bits());
     }
     file.key("tokenizer.ggml.model", 8);
