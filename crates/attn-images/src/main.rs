@@ -139,6 +139,9 @@ struct Options {
     /// Only those of the reduced table.
     #[arg(long)]
     reduced: bool,
+    /// Leave out decode kernels for keys that lack centres of K, which differ from the others ahead of the first tile alone.
+    #[arg(long)]
+    no_centres: bool,
     /// Print source files and options instead.
     #[arg(long)]
     list: bool,
@@ -172,6 +175,13 @@ fn run(options: &Options) -> Result<()> {
     } else {
         instances(arch)
     };
+    if options.no_centres {
+        let lacks = |instance: &Instance| {
+            let macros = instance.options(arch);
+            macros.iter().any(|option| option == "-DATTN_CENTRES=1")
+        };
+        all.retain(|instance| !lacks(instance));
+    }
     if options.list {
         for instance in &all {
             println!("{} {}", instance.source(), instance.options(arch).join(" "));
