@@ -142,6 +142,9 @@ struct Options {
     /// Leave out decode kernels for keys that lack centres of K, which differ from the others ahead of the first tile alone.
     #[arg(long)]
     no_centres: bool,
+    /// Of decode kernels of which there are both kinds, only those for keys that lack centres of K.
+    #[arg(long, conflicts_with = "no_centres")]
+    only_centres: bool,
     /// Print source files and options instead.
     #[arg(long)]
     list: bool,
@@ -181,6 +184,9 @@ fn run(options: &Options) -> Result<()> {
             macros.iter().any(|option| option == "-DATTN_CENTRES=1")
         };
         all.retain(|instance| !lacks(instance));
+    }
+    if options.only_centres {
+        all.retain(|instance| instance.with_centres() == *instance);
     }
     if options.list {
         for instance in &all {
