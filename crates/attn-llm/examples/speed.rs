@@ -17,7 +17,7 @@ use std::{
 };
 
 use attn::{Append, BackendId, Heads, KvFormat};
-use attn_llm::{Around, Error, Kv, Model, ModelConfig, PagedKv, Piece, Products, Wanted};
+use attn_llm::{Around, Error, Kv, Model, ModelConfig, NewRows, PagedKv, Piece, Products, Wanted};
 use candle_core::{D, DType, Device, Tensor};
 use candle_nn::ops::softmax_last_dim;
 
@@ -176,9 +176,9 @@ impl Times {
 fn step(model: &Model, kv: &mut dyn Kv, tokens: &[u32]) -> Result<Times, Error> {
     let sequence = 0;
     let mut attention = Duration::ZERO;
-    let mut timed = |_: usize, k: &[f32], attend: &mut dyn FnMut(&[f32]) -> Result<(), Error>| {
+    let mut timed = |rows: NewRows<'_>, attend: &mut dyn FnMut(&[f32]) -> Result<(), Error>| {
         let start = Instant::now();
-        let done = attend(k);
+        let done = attend(rows.k);
         attention += start.elapsed();
         done
     };

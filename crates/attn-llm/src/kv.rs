@@ -44,22 +44,35 @@ pub trait Kv {
     ) -> Result<(), Error>;
 }
 
-/// What [`Around`] calls in place of [`Kv::attend`]: with the layer, its keys, and the call to make, with keys.
-pub type AroundAttend<'a> =
-    dyn FnMut(usize, &[f32], &mut dyn FnMut(&[f32]) -> Result<(), Error>) -> Result<(), Error> + 'a;
+/// What a layer's attention gets of a step: its number, and Q, K and V of the new tokens.
+#[derive(Debug, Clone, Copy)]
+pub struct NewRows<'a> {
+    /// The layer's number, from 0 on.
+    pub layer: usize,
+    /// `[tokens, q heads, head_dim]`.
+    pub q: &'a [f32],
+    /// `[tokens, kv heads, head_dim]`.
+    pub k: &'a [f32],
+    /// Of K's shape.
+    pub v: &'a [f32],
+}
 
-/// A cache whose attention goes through a function, which makes the call: to time it, to let it fail, or to change keys.
+/// What [`Around`] calls in place of [`Kv::attend`]: with the layer's rows, and the call to make, with keys.
+pub type AroundAttend<'a> =
+    dyn FnMut(NewRows<'_>, &mut dyn FnMut(&[f32]) -> Result<(), Error>) -> Result<(), Error> + 'a;
+
+/// A cache whose attention goes through a function, which makes the call: to time it, to let it fail, to change keys, or to keep rows.
 ///
 /// ```
 /// use std::time::{Duration, Instant};
 ///
-/// use attn_llm::{Around, Error, Kv};
+/// use attn_llm::{Around, Error, Kv, NewRows};
 ///
 /// fn timed(kv: &mut dyn Kv, step: impl FnOnce(&mut dyn Kv) -> Result<(), Error>) -> Result<Duration, Error> {
 ///     let mut attention = Duration::ZERO;
-///     let mut around = |_: usize, k: &[f32], attend: &mut dyn FnMut(&[f32]) -> Result<(), Error>| {
+///     let mut around = |rows: NewRows<'_>, attend: &mut dyn FnMut(&[f32]) -> Result<(), Error>| {
 ///         let start = Instant::now();
-///         let done = attend(k);
+///         let done = attend(rows.k);
 ///         attention += start.elapsed();
 ///         done
 ///     };
@@ -96,7 +109,8 @@ impl Kv for Around<'_> {
         out: &mut [f32],
     ) -> Result<(), Error> {
         let kv = &mut *self.kv;
-        (self.around)(layer, k, &mut |k| kv.attend(layer, q, k, v, out))
+        let rows = NewRows { layer, q, k, v };
+        (self.around)(rows, &mut |k| kv.attend(layer, q, k, v, out))
     }
 }
 

@@ -1,10 +1,8 @@
 //! Q, K and V of a model's layers over a text, as attention gets them: behind the rotary positions.
 
-use attn::Append;
-
 use crate::{
     error::Error,
-    kv::{ExactKv, Kv},
+    kv::{Around, ExactKv, Kv, NewRows},
     model::{Model, Piece, Wanted},
 };
 
@@ -20,42 +18,6 @@ pub struct LayerRows {
     pub k: Vec<f32>,
     /// Of K's shape.
     pub v: Vec<f32>,
-}
-
-/// A cache that keeps what it is given.
-struct Kept {
-    kv: ExactKv,
-    layers: Vec<LayerRows>,
-}
-
-impl Kv for Kept {
-    fn lens(&self) -> &[usize] {
-        self.kv.lens()
-    }
-
-    fn begin(&mut self, appends: &[Append]) -> Result<(), Error> {
-        self.kv.begin(appends)
-    }
-
-    fn cancel(&mut self) -> Result<(), Error> {
-        self.kv.cancel()
-    }
-
-    fn attend(
-        &mut self,
-        layer: usize,
-        q: &[f32],
-        k: &[f32],
-        v: &[f32],
-        out: &mut [f32],
-    ) -> Result<(), Error> {
-        for kept in self.layers.iter_mut().filter(|kept| kept.layer == layer) {
-            kept.q.extend_from_slice(q);
-            kept.k.extend_from_slice(k);
-            kept.v.extend_from_slice(v);
-        }
-        self.kv.attend(layer, q, k, v, out)
-    }
 }
 
 /// Q, K and V of the named layers over a text, in the order of `layers`. Attention runs in plain f32.
@@ -91,17 +53,26 @@ pub fn rows(
         k: Vec::new(),
         v: Vec::new(),
     };
-    let mut kept = Kept {
-        kv: ExactKv::new(model.config(), 1, tokens.len()),
-        layers: layers.iter().map(empty).collect(),
+    let mut kept: Vec<LayerRows> = layers.iter().map(empty).collect();
+    let mut keep = |rows: NewRows<'_>, attend: &mut dyn FnMut(&[f32]) -> Result<(), Error>| {
+        for kept in kept.iter_mut().filter(|kept| kept.layer == rows.layer) {
+            kept.q.extend_from_slice(rows.q);
+            kept.k.extend_from_slice(rows.k);
+            kept.v.extend_from_slice(rows.v);
+        }
+        attend(rows.k)
+    };
+    let mut kv = Around {
+        kv: &mut ExactKv::new(model.config(), 1, tokens.len()),
+        around: &mut keep,
     };
     for tokens in tokens.chunks(chunk) {
         let piece = Piece {
             sequence: 0,
             tokens,
         };
-        model.forward(&[piece], &mut kept, Wanted::Last)?;
-        progress(kept.kv.lens()[0]);
+        model.forward(&[piece], &mut kv, Wanted::Last)?;
+        progress(kv.lens()[0]);
     }
-    Ok(kept.layers)
+    Ok(kept)
 }

@@ -27,7 +27,7 @@ mod tokenizer;
 pub use config::{ModelConfig, Rope};
 pub use error::Error;
 pub use generate::{Event, Generation, Options, generate};
-pub use kv::{Around, AroundAttend, ExactKv, Kv, PagedKv};
+pub use kv::{Around, AroundAttend, ExactKv, Kv, NewRows, PagedKv};
 pub use layers::{LayerRows, rows};
 pub use linear::Products;
 pub use load::load;

@@ -11,7 +11,7 @@ use rayon::prelude::*;
 use crate::{
     config::ModelConfig,
     error::Error,
-    kv::{Around, ExactKv, Kv, PagedKv},
+    kv::{Around, ExactKv, Kv, NewRows, PagedKv},
     model::{Model, Piece, Wanted},
 };
 
@@ -252,9 +252,9 @@ impl Comparison<'_> {
         tokens: &[u32],
         wanted: Wanted,
     ) -> Result<Vec<f32>, Error> {
-        let mut around = |_: usize, k: &[f32], attend: &mut Attend<'_>| match bias {
-            None => attend(k),
-            Some(bias) => attend(&biased(k, bias)),
+        let mut around = |rows: NewRows<'_>, attend: &mut Attend<'_>| match bias {
+            None => attend(rows.k),
+            Some(bias) => attend(&biased(rows.k, bias)),
         };
         let mut kv = Around {
             kv,

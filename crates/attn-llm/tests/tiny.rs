@@ -9,8 +9,8 @@ use std::{fs, sync::Arc};
 
 use attn::{DecodeAttention, KvFormat};
 use attn_llm::{
-    Around, Comparison, Error, Event, ExactKv, Kv, Model, Options, PagedKv, Piece, Products,
-    Wanted, generate::room,
+    Around, Comparison, Error, Event, ExactKv, Kv, Model, NewRows, Options, PagedKv, Piece,
+    Products, Wanted, generate::room,
 };
 use candle_core::quantized::{GgmlDType, gguf_file};
 use model::*;
@@ -392,11 +392,11 @@ fn a_step_that_fails_in_any_layer_leaves_no_trace() {
         for (layer, writes) in (0..layers).flat_map(|layer| [(layer, false), (layer, true)]) {
             // Before or behind what the layer writes.
             let mut fails =
-                |at: usize, k: &[f32], attend: &mut dyn FnMut(&[f32]) -> Result<(), Error>| {
-                    if at != layer || writes {
-                        attend(k)?;
+                |rows: NewRows<'_>, attend: &mut dyn FnMut(&[f32]) -> Result<(), Error>| {
+                    if rows.layer != layer || writes {
+                        attend(rows.k)?;
                     }
-                    match at == layer {
+                    match rows.layer == layer {
                         true => Err(Error::Context {
                             needed: layer,
                             limit: 0,
@@ -478,11 +478,10 @@ fn rows_of_layers_are_what_attention_gets() {
     assert_eq!(both.iter().map(|of| of.layer).collect::<Vec<_>>(), [1, 0]);
     let mut kv = ExactKv::new(model.config(), 1, 70);
     let mut keys = vec![Vec::new(); LAYERS];
-    let mut around =
-        |layer: usize, k: &[f32], attend: &mut dyn FnMut(&[f32]) -> Result<(), Error>| {
-            keys[layer].extend_from_slice(k);
-            attend(k)
-        };
+    let mut around = |rows: NewRows<'_>, attend: &mut dyn FnMut(&[f32]) -> Result<(), Error>| {
+        keys[rows.layer].extend_from_slice(rows.k);
+        attend(rows.k)
+    };
     let mut around = Around {
         kv: &mut kv,
         around: &mut around,
