@@ -165,13 +165,14 @@ DEVICE float rotate_row(float (&x)[PANELS][4], int lane) {
     return quad_max(fmaxf(fmaxf(largest[0], largest[1]), fmaxf(largest[2], largest[3])));
 }
 
-// Section 3: the step of a row in 8 bits and its reciprocal, from its largest magnitude; zeros if that is too small to count.
+// Section 3: the step of a row in 8 bits and its reciprocal, from its largest magnitude. If that is too small to count, all codes are zeros, whose step is any
+// number but zero, by which -inf of a hidden token stays what it is.
 struct QueryStep {
     float step, inverse;
 };
 DEVICE QueryStep query_step(float largest) {
     bool counts = largest >= 0x1p-60f;
-    return {counts ? largest * bits_float(0x3C010204) : 0.0f, counts ? 127.0f * rcp(largest) : 0.0f};
+    return {counts ? largest * bits_float(0x3C010204) : 1.0f, counts ? 127.0f * rcp(largest) : 0.0f};
 }
 // Four elements in 8 bits.
 DEVICE u32 query_codes(const float (&x)[4], float inverse) {

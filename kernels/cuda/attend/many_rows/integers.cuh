@@ -124,7 +124,6 @@ struct IntegerTiles : Warpgroup {
 #pragma unroll
         for (int i = 0; i < SUMS_OF_TILE; i++)
             if (is_of_row(i)) s[i] = exp2_of_point(fmaf(s[i], step[i / 2 % 2], grid[i / 2 % 2]) - base[i / 2 % 2]);
-        if (!full) each_hidden(index, [&](int i) { s[i] = 0.0f; });
         sum_weights(s, sum);
         float largest[2] = {0.0f, 0.0f};
         scale_weights(s, full, params, largest, w.shift);
@@ -174,7 +173,7 @@ struct IntegerTiles : Warpgroup {
             float top = fmaf(largest[h], step[h], grid[h]), ceil = grid_ceil(top);
             bool some = largest[h] > MINUS_INFINITY;
             far[h] = some && !is_near(top);
-            base[h] = ceil + WEIGHT_SHIFT;
+            base[h] = some ? ceil + WEIGHT_SHIFT : SCORE_BASE;  // hidden scores are -inf: their weights are zeros
             exponent[h] = some ? ceil - SCORE_BASE + WEIGHT_SHIFT : MINUS_INFINITY;
         }
         if (__any_sync(~0u, far[0] || far[1]))

@@ -33,16 +33,12 @@ struct ThreadRows {
     float scale[2];  // of scores
     float base[2][2];  // what scores count from on the grid: of the first tile, and of all later ones
     int sum[2];      // Q, of queries in integers
+    int all_start, all_end;  // tokens that all of the warp's rows see
 
     // Of a tile's scores.
     METHOD float base_of(int h, int index) const { return !HAS_CENTRES ? SCORE_BASE : index == 0 ? base[0][h] : base[1][h]; }
     METHOD bool sees(int h, int t) const { return t >= start[h] && t < end[h]; }
-    METHOD bool see_all(int t0, int tokens = TILE) const {
-        bool full = true;
-#pragma unroll
-        for (int h = 0; h < THREAD_ROWS; h++) full &= start[h] <= t0 && t0 + tokens <= end[h];
-        return __all_sync(~0u, full);
-    }
+    METHOD bool see_all(int t0, int tokens = TILE) const { return all_start <= t0 && t0 + tokens <= all_end; }
 };
 
 struct Warpgroup {
@@ -77,6 +73,8 @@ struct Warpgroup {
             rows.position[h] = seen.position;
             rows.tile[h] = seen.tile;
         }
+        rows.all_start = warp_max(max(rows.start[0], rows.start[THREAD_ROWS - 1]));
+        rows.all_end = warp_min(min(rows.end[0], rows.end[THREAD_ROWS - 1]));
     }
 
     METHOD void clear() {
