@@ -29,6 +29,7 @@ pub use append::Append;
 pub use image::SequenceImage;
 pub use layer::CacheLayer;
 pub use page_table::PageTable;
+pub(crate) use page_table::{check_count, check_pool};
 pub use sequences::CachedSequences;
 pub use store::{CacheAccess, FirstTile, PageStore, TokenWrite};
 pub use writes::{check_pages, check_writes, tokens_of};

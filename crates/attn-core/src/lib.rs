@@ -36,6 +36,7 @@ pub mod internals;
 pub mod layout;
 mod page_allocator;
 mod page_bytes;
+mod page_pool;
 mod plan;
 pub mod problem;
 pub mod process;
@@ -78,6 +79,7 @@ pub use error::{ElementIndex, Error, ErrorKind, Given, TruncateLimit, Unsupporte
 pub use format::{Int8Scale, KvFormat, Scheme, Window};
 pub use host_pages::{HostPages, HostStore};
 pub use layout::PageLayout;
+pub use page_pool::{PagePool, SlotAppend};
 pub use plan::{KEPT_PLANS, Plan};
 pub use problem::{Heads, Problem};
 pub use query_block::QueryBlock;

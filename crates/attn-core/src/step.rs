@@ -7,6 +7,7 @@ use crate::{
     cache::{CacheLayer, CachedSequences, KvCache, PageTable},
     elements::ElementsMut,
     error::{Error, filled},
+    page_pool::PagePool,
     plan::Plan,
     problem::Problem,
     process,
@@ -27,6 +28,8 @@ pub enum KvSource<'a> {
     Sequences(&'a CachedSequences<'a>),
     /// A contiguous cache in host memory, read in place.
     View(&'a KvView<'a>),
+    /// Sequences in pages of the caller's in host memory.
+    Pool(&'a PagePool<'a>),
 }
 
 impl<'a> KvSource<'a> {
@@ -38,6 +41,7 @@ impl<'a> KvSource<'a> {
             KvSource::Layer(layer) => &layer.table().lens,
             KvSource::Sequences(sequences) => &sequences.table().lens,
             KvSource::View(view) => view.kv_lens(),
+            KvSource::Pool(pool) => pool.kv_lens(),
         }
     }
 
@@ -49,6 +53,7 @@ impl<'a> KvSource<'a> {
             KvSource::Layer(layer) => KvMemory::Pages(layer, layer.table()),
             KvSource::Sequences(sequences) => KvMemory::Pages(sequences.layer(), sequences.table()),
             KvSource::View(view) => KvMemory::View(view),
+            KvSource::Pool(pool) => KvMemory::Pool(pool),
         }
     }
 }
@@ -60,6 +65,8 @@ pub enum KvMemory<'a> {
     Pages(CacheLayer<'a>, &'a PageTable),
     /// A contiguous cache in host memory.
     View(&'a KvView<'a>),
+    /// Pages of the caller's in host memory.
+    Pool(&'a PagePool<'a>),
 }
 
 /// The inputs of a decode step that [`DecodeStep::new`] has checked.
@@ -147,6 +154,16 @@ impl<'a> Checked<'a> {
             KvMemory::View(view) => {
                 check_source(problem, view.num_kv_heads(), view.head_dim(), kv.kv_lens())?;
                 (view.format(), view.k_tensor_scales())
+            }
+            KvMemory::Pool(pool) => {
+                let layout = pool.layout();
+                check_source(
+                    problem,
+                    layout.num_kv_heads(),
+                    layout.head_dim(),
+                    kv.kv_lens(),
+                )?;
+                (layout.format(), &[][..])
             }
         };
         if format != plan.format() {

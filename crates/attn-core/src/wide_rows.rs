@@ -307,6 +307,41 @@ pub(crate) fn check_values(
     Ok(saturated)
 }
 
+/// Refuses NaN, infinity, and magnitudes beyond what `scheme`, which has no static scales, takes, in the tokens that are written.
+pub(crate) fn check_written(
+    what: &'static str,
+    rows: WideRows<'_>,
+    scheme: Scheme,
+    is_written: impl Fn(usize) -> bool,
+) -> Result<(), Error> {
+    let limit = scheme.max_magnitude();
+    let beyond = |v: f32| !(v.abs() <= limit);
+    if first_of(rows, beyond).is_none() {
+        return Ok(());
+    }
+    let [tokens, heads, _] = rows.shape();
+    for token in (0..tokens).filter(|token| is_written(*token)) {
+        for head in 0..heads {
+            let row = rows.row(token, head);
+            let Some(dim) = first(row, beyond) else {
+                continue;
+            };
+            let (at, value) = (ElementIndex::Row { token, head, dim }, row[dim]);
+            return Err(match value.is_finite() {
+                false => Error::NotFinite { what, at, value },
+                true => Error::Magnitude {
+                    what,
+                    at,
+                    value,
+                    scheme,
+                    limit,
+                },
+            });
+        }
+    }
+    Ok(())
+}
+
 /// The first number of rows that `is_bad`, and its place among them.
 pub(crate) fn first_of(
     rows: WideRows<'_>,

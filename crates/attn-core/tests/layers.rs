@@ -92,7 +92,7 @@ fn attends(kv: KvSource<'_>) -> Result<(), Error> {
         KvSource::Cache(cache) => cache,
         KvSource::Layer(layer) => layer.cache(),
         KvSource::Sequences(sequences) => sequences.cache(),
-        KvSource::View(_) => unreachable!("tests attend caches"),
+        KvSource::View(_) | KvSource::Pool(_) => unreachable!("tests attend caches"),
     };
     let problem = Problem::new(HEADS, [4096]);
     let plan = Plan::new("test", &problem, cache.config().format, ())?;

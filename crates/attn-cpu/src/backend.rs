@@ -7,8 +7,8 @@ use std::{
 
 use attn_core::{
     CacheAccess, CacheConfig, DecodeAttention, DecodeStep, DeviceInfo, Error, HostPages, HostStore,
-    KvCache, KvFormat, PageStore, Plan, Problem, SpanStates, SpansStep, StepInputs, TokenWrite,
-    Unsupported, WideRows, process,
+    KvCache, KvFormat, PageLayout, PageStore, Plan, Problem, Rows, SlotAppend, SpanStates,
+    SpansStep, StepInputs, TokenWrite, Unsupported, WideRows, process,
 };
 
 use crate::{
@@ -17,10 +17,11 @@ use crate::{
     float_modes,
     options::Options,
     pool::Threads,
+    quantize::{RowWriter, Tokens},
     reader::Reader,
     reference::{self, QueryRow},
     simd::Isa,
-    store::CpuPages,
+    store::{CpuPages, write_tokens},
 };
 
 /// The mark of this crate's plans: the kernels need nothing prepared.
@@ -293,6 +294,49 @@ impl CpuBackend {
     /// ```
     pub fn multiply(&self, rounds: usize) -> usize {
         rounds.saturating_mul(decode::products(self.isa, rounds))
+    }
+
+    /// Writes tokens into pages of the caller's, each to its slot (page · page_size + token of the page; a negative one is nowhere): what a step over
+    /// [`KvSource::Pool`](attn_core::KvSource::Pool) reads. The bytes are those of a cache without centres of K. `pool` is whole pages, side by side; `k` and `v` are
+    /// `[tokens, num_kv_heads, head_dim]`, in f32, f16 or bf16. Of tokens with the same slot, the last one stays.
+    ///
+    /// # Errors
+    /// Those of [`SlotAppend::new`]: the pool is then as it was.
+    ///
+    /// ```
+    /// use attn_core::{DecodeAttention, DecodeStep, Error, Heads, KvFormat, KvSource, PageLayout, PagePool, Problem};
+    ///
+    /// let backend = attn_cpu::CpuBackend::open()?;
+    /// let (format, heads) = (KvFormat::INT8, Heads { q: 4, kv: 1, dim: 64 });
+    /// let layout = PageLayout::new(format, heads.dim, 16, heads.kv)?;
+    /// let mut pool = vec![0; 8 * layout.page_bytes()];
+    /// // Tokens 0 and 1 of a sequence whose first page is page 5.
+    /// backend.append_slots(&layout, &mut pool, &[80, 81], &[0.5; 2 * 64], &[2.0; 2 * 64])?;
+    /// let plan = backend.plan(&Problem::new(heads, [2]), format)?;
+    /// let (q, mut out) = ([1.0; 4 * 64], [0.0; 4 * 64]);
+    /// let kv = PagePool::new(&layout, &pool, &[5], &[2])?;
+    /// backend.decode(&mut DecodeStep::new(&plan, &q, KvSource::Pool(&kv), &mut out)?)?;
+    /// assert!(out.iter().all(|x| (x - 2.0).abs() < 0.02));
+    /// # Ok::<(), Error>(())
+    /// ```
+    pub fn append_slots<'a>(
+        &self,
+        layout: &PageLayout,
+        pool: &mut [u8],
+        slots: &[i64],
+        k: impl Into<Rows<'a>>,
+        v: impl Into<Rows<'a>>,
+    ) -> Result<(), Error> {
+        process::check()?;
+        let append = SlotAppend::new(layout, pool.len(), slots, k.into(), v.into())?;
+        let tokens = Tokens {
+            writes: append.writes(),
+            kv: append.rows(),
+            centres: &[],
+        };
+        let writer = RowWriter::new(layout, Default::default(), self.isa);
+        write_tokens(layout, &writer, &self.threads, pool, tokens);
+        Ok(())
     }
 
     fn workspaces(&self) -> MutexGuard<'_, Vec<Workspace>> {

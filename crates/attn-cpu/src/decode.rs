@@ -345,6 +345,7 @@ fn v_scale(step: &StepInputs<'_>, g: usize) -> f32 {
     let scales = match step.kv().memory() {
         KvMemory::Pages(layer, _) => layer.tensor_scales()[1],
         KvMemory::View(view) => view.v_tensor_scales(),
+        KvMemory::Pool(_) => &[],
     };
     scales.get(g).copied().unwrap_or(1.0)
 }

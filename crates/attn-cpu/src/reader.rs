@@ -124,6 +124,22 @@ impl<'a> Reader<'a> {
                     centres,
                 }
             }
+            KvMemory::Pool(pool) => {
+                let (layout, table) = (*pool.layout(), pool.table());
+                Reader {
+                    location: Location::Pages {
+                        pool: pool.bytes(),
+                        layout,
+                        offsets: RunOffsets::new(&layout, head),
+                        pages: &table.pages[sequence],
+                        table,
+                    },
+                    sequence,
+                    head,
+                    tensor_scales: [1.0; 2],
+                    centres: None,
+                }
+            }
             KvMemory::View(view) => Reader {
                 location: Location::View(view),
                 sequence,

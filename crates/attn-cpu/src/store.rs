@@ -1,7 +1,8 @@
 //! Pages in host memory, written by the vectorized quantizers, long appends by several threads.
 
 use attn_core::{
-    CacheAccess, CacheConfig, Error, HostPages, HostStore, PageStore, TokenWrite, WideRows,
+    CacheAccess, CacheConfig, Error, HostPages, HostStore, PageLayout, PageStore, TokenWrite,
+    WideRows,
 };
 use rayon::prelude::*;
 
@@ -135,53 +136,61 @@ impl HostStore for CpuPages {
         if self.pages.has_centres() && writes.iter().any(|write| write.position == 0) {
             return float_modes::with_default(|| self.pages.append(access, layer, writes, k, v));
         }
-        let layout = self.pages.layout();
-        let (run_bytes, page_bytes) = (layout.run_bytes(), layout.page_bytes());
-        let (writer, threads) = (&self.writers[layer], &self.threads);
+        let (layout, writer) = (self.pages.layout(), &self.writers[layer]);
         let (pool, centres) = self.pages.parts_mut(access, layer);
-        let centres = &*centres;
-        let write = |writes: &[TokenWrite], head, runs: Runs<'_>| {
-            let kv = [k, v];
-            let tokens = Tokens {
-                writes,
-                kv,
-                centres,
-            };
-            writer.write(tokens, head, runs);
+        let tokens = Tokens {
+            writes,
+            kv: [k, v],
+            centres: &*centres,
         };
-        // A sequence's tokens follow each other, and pages that are written belong to one sequence.
-        let groups: Vec<_> = writes.chunk_by(|a, b| a.page == b.page).collect();
-        let rows = 2 * writes.len() * layout.num_kv_heads();
-        if rows >= SPREAD
-            && threads.count() > 1
-            && let Some(pages) = split_pool(&groups, pool, page_bytes)
-        {
-            threads.run(false, |_| spread(pages, rows, run_bytes, write));
-            return Ok(());
-        }
-        let bytes_of = |page: u32| page as usize * page_bytes..(page as usize + 1) * page_bytes;
-        for group in groups {
-            let home = bytes_of(group[0].page);
-            let runs = 0..layout.num_kv_heads();
-            let Some(residual) = group[0].residual_page.map(bytes_of) else {
-                let page = pool[home].chunks_exact_mut(run_bytes);
-                runs.zip(page).for_each(|(head, home)| {
-                    let residual = None;
-                    write(group, head, Runs { home, residual });
-                });
-                continue;
-            };
-            let [home, residual] = pool
-                .get_disjoint_mut([home, residual])
-                .expect("a residual page is not a home page");
-            let pages = home
-                .chunks_exact_mut(run_bytes)
-                .zip(residual.chunks_exact_mut(run_bytes));
-            runs.zip(pages).for_each(|(head, (home, residual))| {
-                let residual = Some(residual);
+        write_tokens(&layout, writer, &self.threads, pool, tokens);
+        Ok(())
+    }
+}
+
+/// Writes tokens, whose pages are those of the pool, with few of them on the calling thread.
+pub(crate) fn write_tokens(
+    layout: &PageLayout,
+    writer: &RowWriter,
+    threads: &Threads,
+    pool: &mut [u8],
+    tokens: Tokens<'_>,
+) {
+    let (run_bytes, page_bytes) = (layout.run_bytes(), layout.page_bytes());
+    let write = |writes: &[TokenWrite], head, runs: Runs<'_>| {
+        writer.write(Tokens { writes, ..tokens }, head, runs);
+    };
+    // A sequence's tokens follow each other, and pages that are written belong to one sequence.
+    let groups: Vec<_> = tokens.writes.chunk_by(|a, b| a.page == b.page).collect();
+    let rows = 2 * tokens.writes.len() * layout.num_kv_heads();
+    if rows >= SPREAD
+        && threads.count() > 1
+        && let Some(pages) = split_pool(&groups, pool, page_bytes)
+    {
+        threads.run(false, |_| spread(pages, rows, run_bytes, write));
+        return;
+    }
+    let bytes_of = |page: u32| page as usize * page_bytes..(page as usize + 1) * page_bytes;
+    for group in groups {
+        let home = bytes_of(group[0].page);
+        let runs = 0..layout.num_kv_heads();
+        let Some(residual) = group[0].residual_page.map(bytes_of) else {
+            let page = pool[home].chunks_exact_mut(run_bytes);
+            runs.zip(page).for_each(|(head, home)| {
+                let residual = None;
                 write(group, head, Runs { home, residual });
             });
-        }
-        Ok(())
+            continue;
+        };
+        let [home, residual] = pool
+            .get_disjoint_mut([home, residual])
+            .expect("a residual page is not a home page");
+        let pages = home
+            .chunks_exact_mut(run_bytes)
+            .zip(residual.chunks_exact_mut(run_bytes));
+        runs.zip(pages).for_each(|(head, (home, residual))| {
+            let residual = Some(residual);
+            write(group, head, Runs { home, residual });
+        });
     }
 }

@@ -4,8 +4,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use attn_core::{
     Arithmetic, CacheConfig, DecodeAttention, DecodeStep, DeviceInfo, DeviceSteps, Dtype, Error,
-    KvCache, KvFormat, KvMemory, PageStore, Plan, Problem, SpanStates, SpansStep, StepInputs,
-    StepOutputs, Unsupported, error::reserve, grid::GridCheck, segments::num_spans,
+    KvCache, KvFormat, KvMemory, PagePool, PageStore, Plan, Problem, SpanStates, SpansStep,
+    StepInputs, StepOutputs, Unsupported, error::reserve, grid::GridCheck, segments::num_spans,
 };
 use attn_kernels::cuda::KvLayout;
 use cudarc::driver::result;
@@ -113,6 +113,7 @@ impl CudaBackend {
                 let staged = StagedView::new(&self.device, parts, view, problem, layout)?;
                 Ok((layout, AttentionKv::View(staged)))
             }
+            KvMemory::Pool(_) => Err(PagePool::refused_by(BACKEND)),
         }
     }
 

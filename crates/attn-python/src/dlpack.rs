@@ -466,6 +466,53 @@ impl<'py> Array<'py> {
         })
     }
 
+    /// The host array's numbers of one type, side by side.
+    fn numbers<T>(&self, dtype: Dtype) -> PyResult<&[T]> {
+        self.check_numbers(dtype)?;
+        Ok(self.slice(self.len()))
+    }
+
+    /// Refuses what [`Array::check_contiguous`] does, and another type.
+    fn check_numbers(&self, dtype: Dtype) -> PyResult<()> {
+        if self.dtype != dtype {
+            return Err(errors::shape(format!(
+                "{} has elements of type {:?}; needed: {dtype:?}",
+                self.what, self.dtype
+            )));
+        }
+        self.check_contiguous()
+    }
+
+    /// The host array's bytes.
+    ///
+    /// # Errors
+    /// `ShapeError` for an array on another device, not contiguous, or of another type; so below.
+    pub fn bytes(&self) -> PyResult<&[u8]> {
+        self.numbers(Dtype::U8)
+    }
+
+    /// The host array's bytes, to be written.
+    pub fn bytes_mut(&mut self) -> PyResult<&mut [u8]> {
+        self.check_numbers(Dtype::U8)?;
+        Ok(self.slice_mut(self.len()))
+    }
+
+    /// The host array's numbers of 32 bits.
+    pub fn i32s(&self) -> PyResult<&[i32]> {
+        self.numbers(Dtype::I32)
+    }
+
+    /// The host array's numbers of 64 bits.
+    pub fn i64s(&self) -> PyResult<&[i64]> {
+        self.numbers(Dtype::I64)
+    }
+
+    /// The host array's floats, to be written.
+    pub fn f32s_mut(&mut self) -> PyResult<&mut [f32]> {
+        self.check_numbers(Dtype::F32)?;
+        Ok(self.slice_mut(self.len()))
+    }
+
     /// Callers have seen that the array is on the host, aligned and of `T`, and that its last element is the last of `len` from its first on.
     fn slice<T>(&self, len: usize) -> &[T] {
         if len == 0 {

@@ -10,6 +10,7 @@ mod engine;
 mod errors;
 #[cfg(feature = "cuda")]
 mod gpu;
+mod host_pages;
 mod image;
 mod modifiers;
 #[cfg(feature = "cuda")]
@@ -54,6 +55,7 @@ fn version() -> &'static str {
 #[pymodule]
 fn _attn(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<cache::Cache>()?;
+    module.add_class::<host_pages::HostPages>()?;
     #[cfg(feature = "cuda")]
     module.add_class::<native::Plan>()?;
     #[cfg(feature = "cuda")]

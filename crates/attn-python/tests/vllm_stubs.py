@@ -7,7 +7,7 @@ import enum
 import sys
 import types
 from dataclasses import dataclass
-from typing import Any, Optional
+from typing import Any, NamedTuple, Optional
 
 import torch
 
@@ -47,7 +47,16 @@ class AttentionSpec:
 
 
 class AttentionBackend:
-    pass
+    @classmethod
+    def validate_configuration(cls, head_size, dtype, kv_cache_dtype, use_mla, device_capability):
+        checks = {
+            "head_size not supported": head_size in cls.get_supported_head_sizes(),
+            "dtype not supported": dtype in cls.supported_dtypes,
+            "kv_cache_dtype not supported": cls.supports_kv_cache_dtype(kv_cache_dtype),
+            "MLA not supported": not use_mla,
+            "compute capability not supported": cls.supports_compute_capability(device_capability),
+        }
+        return [reason for reason, holds in checks.items() if not holds]
 
 
 class AttentionMetadata:
@@ -84,6 +93,25 @@ class AttentionBackendEnum(enum.Enum):
     TRITON_ATTN = "vllm.v1.attention.backends.triton_attn.TritonAttentionBackend"
 
 
+class AttentionSelectorConfig(NamedTuple):
+    head_size: int
+    dtype: torch.dtype
+    kv_cache_dtype: Optional[str]
+    use_mla: bool = False
+
+
+class CpuPlatform:
+    def is_cpu(self):
+        return True
+
+    @classmethod
+    def get_attn_backend_cls(cls, selected_backend, attn_selector_config, num_heads=None):
+        return "vllm's own"
+
+
+current_platform = CpuPlatform()
+
+
 # Found under vLLM's name, as its pickles name it.
 AttentionBackendEnum.__module__ = "vllm.v1.attention.backends.registry"
 HANDLERS: dict = {}
@@ -115,6 +143,7 @@ def install() -> None:
         "vllm": [],
         "vllm.config": [],
         "vllm.config.cache": [register_kv_cache_dtype, get_kv_cache_dtype_handler],
+        "vllm.platforms": [],
         "vllm.v1": [],
         "vllm.v1.attention": [],
         "vllm.v1.attention.backend": [
@@ -134,3 +163,4 @@ def install() -> None:
         module = sys.modules.setdefault(name, types.ModuleType(name))
         for member in members:
             setattr(module, member.__name__, member)
+    sys.modules["vllm.platforms"].current_platform = current_platform

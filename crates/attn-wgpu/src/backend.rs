@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use attn_core::{
     Append, CacheConfig, CacheLayer, DecodeAttention, DecodeStep, DeviceInfo, Error, KvCache,
-    KvFormat, KvMemory, PageStore, PageTable, Plan, Problem, StepOutputs, Unsupported,
+    KvFormat, KvMemory, PagePool, PageStore, PageTable, Plan, Problem, StepOutputs, Unsupported,
 };
 use attn_kernels::wgsl::decode::{KvLayout, Tuning};
 use wgpu::BufferUsages;
@@ -444,6 +444,7 @@ impl DecodeAttention for WgpuBackend {
         }
         let prepared = match inputs.kv().memory() {
             KvMemory::Pages(layer, table) => self.prepare_sequences(problem, layer, table)?,
+            KvMemory::Pool(_) => return Err(PagePool::refused_by(BACKEND)),
             KvMemory::View(view) => match view::upload(&self.gpu, view, problem)? {
                 Some([k, v]) => {
                     let view = DeviceView {

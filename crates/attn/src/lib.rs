@@ -33,11 +33,12 @@ pub use attn_core::{
     CacheConfig, CacheLayer, CachedSequences, DecodeAttention, DecodeStep, DeviceInfo,
     DeviceMemory, DeviceResults, DeviceRows, DeviceSteps, Dtype, ElementIndex, Elements,
     ElementsMut, Error, ErrorKind, FirstTile, Given, Heads, HostPages, HostStore, Int8Scale,
-    KvCache, KvFormat, KvMemory, KvSource, KvView, PackedRows, PageLayout, PageStore, PageTable,
-    Plan, Problem, Recent, Rotary, RotaryScaling, RotaryStyle, RotaryTable, RowPlaces, Rows,
-    RowsMut, Scheme, ScoreModifiers, SequenceImage, SpanStates, SpansStep, StepInputs, StepOutputs,
-    StridedRows, TokenWrite, TruncateLimit, Unsupported, WideRows, WideRowsMut, Window, arithmetic,
-    cache, centres, convert, events, format, formats, layout, problem, process, quant, rotary,
+    KvCache, KvFormat, KvMemory, KvSource, KvView, PackedRows, PageLayout, PagePool, PageStore,
+    PageTable, Plan, Problem, Recent, Rotary, RotaryScaling, RotaryStyle, RotaryTable, RowPlaces,
+    Rows, RowsMut, Scheme, ScoreModifiers, SequenceImage, SlotAppend, SpanStates, SpansStep,
+    StepInputs, StepOutputs, StridedRows, TokenWrite, TruncateLimit, Unsupported, WideRows,
+    WideRowsMut, Window, arithmetic, cache, centres, convert, events, format, formats, layout,
+    problem, process, quant, rotary,
 };
 
 pub use device::{Device, DeviceName};

@@ -150,7 +150,7 @@ impl PageTable {
     }
 }
 
-fn check_count(what: &'static str, given: usize, needed: usize) -> Result<(), Error> {
+pub(crate) fn check_count(what: &'static str, given: usize, needed: usize) -> Result<(), Error> {
     if given >= needed {
         return Ok(());
     }
@@ -161,7 +161,10 @@ fn check_count(what: &'static str, given: usize, needed: usize) -> Result<(), Er
     })
 }
 
-fn check_pool<'a>(mut pages: impl Iterator<Item = &'a u32>, num_pages: usize) -> Result<(), Error> {
+pub(crate) fn check_pool<'a>(
+    mut pages: impl Iterator<Item = &'a u32>,
+    num_pages: usize,
+) -> Result<(), Error> {
     match pages.find(|page| **page as usize >= num_pages) {
         None => Ok(()),
         Some(page) => refuse(

@@ -322,6 +322,7 @@ impl Job {
                     [&config.k_tensor_scales, &config.v_tensor_scales].map(|scales| some(scales)),
                 ))
             }
+            KvMemory::Pool(_) => unreachable!("cases have caches and views"),
             KvMemory::View(view) => {
                 let rows = |rows: &StridedRows<'_>| [address(rows.codes), address(rows.scales)];
                 let tensor_scales = [view.k_tensor_scales(), view.v_tensor_scales()].map(some);

@@ -22,6 +22,7 @@ from ._errors import (
     ShapeError,
     UnsupportedError,
 )
+from ._host_pages import HostPages
 from ._image import SequenceImage
 from ._quantize import dequantize, quantize
 from ._spans import merge_spans
@@ -35,6 +36,7 @@ __all__ = [
     "CacheStats",
     "Device",
     "DeviceError",
+    "HostPages",
     "NumberError",
     "OutOfMemoryError",
     "ParameterError",

@@ -1,19 +1,20 @@
-"""A plugin for vLLM 0.33: int8 and int8/int4 KV caches, attended by this library.
+"""A plugin for vLLM 0.33: int8, int4 and 16-bit KV caches, attended by this library on GPUs and on vLLM's CPU platform.
 
     vllm serve MODEL --attention-backend ATTN --kv-cache-dtype attn_int8
 
-vLLM finds `register` by the entry point `vllm.general_plugins`. The interface is checked against stubs that were written from vLLM 0.33.0's sources
-(tests/test_vllm.py), and the steps against `attn.Cache` on a GPU.
+vLLM finds `register` by the entry point `vllm.general_plugins`. `.ci/vllm` runs the plugin inside the real vLLM 0.33.0 on the CPU; tests/test_vllm.py has its contract
+against stubs, and its steps against `attn.Cache`.
 
 What it does and does not:
 
-- `attn_int8` stores 2·dim + 4 bytes for each token and head, `attn_int8_int4` 1.5·dim + 4. Formats with a window (`int4`, `int8/int4`) keep finer
-  residuals of a sequence's newest tokens, for which vLLM's pages have no place, so `attn_int8_int4` has none: its newest tokens are as coarse as the
-  others (docs/accuracy.md).
+- For each token and head, `attn_int8` stores 2·dim + 4 bytes, `attn_int8_int4` 1.5·dim + 4, `attn_int4` dim + 8, `attn_bf16` and `auto` 4·dim. Formats with a window
+  (`int4`, `int8/int4`) keep finer residuals of a sequence's first and newest tokens, for which vLLM's pages have no place: these have none, and no centres of K, so that
+  they are coarser than `attn.Cache` of the same bits (docs/accuracy.md).
+- `auto`, which is what layers have that `--kv-cache-dtype-skip-layers` names, keeps the model's 16 bits.
 - A batch of decoding or verifying sequences with as many query tokens each runs in full CUDA graphs; padded requests (length 0, slot -1) give zeros.
 - A token's result has the same bits in any batch, chunk or graph (`supports_batch_invariance`).
 - Blocks of 64 tokens (`--block-size 64`) are what the kernels are measured with; vLLM's default is 16.
-- Refused: layers of another cache type (`--kv-cache-dtype-skip-layers`), encoder attention, MLA, decode and prefill context parallelism, K/V shared between layers, quantized outputs, pages with padding between.
+- Refused: encoder attention, MLA, decode and prefill context parallelism, K/V shared between layers, quantized outputs, pages with padding between.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import copyreg
 import logging
 from collections import OrderedDict
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, ClassVar, Dict, List, Optional, Tuple
 
 import torch
@@ -37,12 +39,21 @@ from vllm.v1.kv_cache_interface import KVCacheLayout
 
 from . import _attn
 from ._errors import UnsupportedError
+from ._host_pages import HostPages
 from .torch import Plan
 
 # vLLM's name of a cache type, and the format of its pages.
-FORMATS: Dict[str, str] = {"attn_int8": "int8", "attn_int8_int4": "int8/int4-w0"}
+FORMATS: Dict[str, str] = {"attn_int8": "int8", "attn_int8_int4": "int8/int4-w0", "attn_int4": "int4-g1", "attn_bf16": "bf16"}
 # The element type of a cache is all that `customize_spec` learns of its name: each has its own, of one byte.
-ELEMENTS: Dict[str, torch.dtype] = {"attn_int8": torch.uint8, "attn_int8_int4": torch.int8}
+ELEMENTS: Dict[str, torch.dtype] = {
+    "attn_int8": torch.uint8,
+    "attn_int8_int4": torch.int8,
+    "attn_int4": torch.float8_e5m2,
+    "attn_bf16": torch.float8_e4m3fn,
+}
+# vLLM's cache types of the model's own elements, and the formats of their pages.
+AUTO: Tuple[Optional[str], ...] = (None, "auto")
+FLOATS: Dict[torch.dtype, str] = {torch.bfloat16: "bf16", torch.float16: "f16"}
 BLOCK_SIZES = [16, 32, 64, 128]
 HEAD_SIZES = [64, 80, 96, 128, 192, 256]
 # Plans of batches outside of graphs that are kept.
@@ -72,6 +83,8 @@ def _register() -> None:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
     from vllm.v1.kv_cache_interface import KVQuantMode
 
+    from vllm.platforms import current_platform
+
     custom = KVQuantMode.CUSTOM
 
     class Handler:
@@ -89,6 +102,25 @@ def _register() -> None:
     if "ATTN" not in AttentionBackendEnum.__members__:
         register_backend("ATTN", f"{__name__}.AttnBackend")
     copyreg.pickle(AttentionBackendEnum, _pickled)
+    if current_platform.is_cpu():
+        _serve_on_the_cpu(type(current_platform))
+
+
+def _serve_on_the_cpu(platform: Any) -> None:
+    """Has vLLM's CPU platform, which knows its own backend alone, answer with this one where it is asked for."""
+    usual = platform.get_attn_backend_cls.__func__
+    if usual.__module__ == __name__:
+        return
+
+    def get_attn_backend_cls(cls: Any, selected_backend: Any, attn_selector_config: Any, num_heads: Optional[int] = None) -> str:
+        if selected_backend is None or selected_backend.name != "ATTN":
+            return usual(cls, selected_backend, attn_selector_config, num_heads)
+        reasons = AttnBackend.validate_configuration(device_capability=None, **attn_selector_config._asdict())
+        if reasons:
+            raise ValueError(f"the attention backend ATTN does not serve this model on the CPU: {'; '.join(reasons)} (of {attn_selector_config})")
+        return f"{__name__}.AttnBackend"
+
+    platform.get_attn_backend_cls = classmethod(get_attn_backend_cls)
 
 
 def _pickled(member: Any) -> Any:
@@ -134,7 +166,7 @@ class AttnBackend(AttentionBackend):
 
     @classmethod
     def supports_kv_cache_dtype(cls, kv_cache_dtype: Optional[str]) -> bool:
-        return kv_cache_dtype in FORMATS
+        return kv_cache_dtype in FORMATS or kv_cache_dtype in AUTO
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> Tuple[Any, ...]:
@@ -144,8 +176,10 @@ class AttnBackend(AttentionBackend):
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:
         """Says how many bytes a token and head take."""
-        # A layer of 16 bits is refused by `AttnImpl`.
-        if spec.state_content_bytes is not None or not spec.kv_quant_mode:
+        if spec.state_content_bytes is not None:
+            return spec
+        if not spec.kv_quant_mode:
+            float_format(spec.dtype)
             return spec
         (format,) = [FORMATS[name] for name, dtype in ELEMENTS.items() if dtype == spec.dtype]
         return replace(spec, state_content_bytes=cell_bytes(format, spec.head_size))
@@ -173,12 +207,22 @@ class AttnBackend(AttentionBackend):
 
     @classmethod
     def supports_compute_capability(cls, capability: Any) -> bool:
-        return capability.major >= 8
+        # The CPU has none.
+        return capability is None or capability.major >= 8
 
 
 def cell_bytes(format: str, head_size: int) -> int:
     """Bytes of K, V and their scales, of a token and head: the C of vLLM's cell tensor `[blocks, heads, tokens, C]`. The same for all block sizes."""
     return _attn.page_bytes(format, 1, head_size, 64) // 64
+
+
+def float_format(dtype: torch.dtype) -> str:
+    """The format of a cache of the model's own elements."""
+    if dtype not in FLOATS:
+        raise UnsupportedError(
+            f"the attention backend ATTN has no cache of {dtype}, the model's elements; allowed: models of 16 bits (--dtype bfloat16), or --kv-cache-dtype {' or '.join(FORMATS)}"
+        )
+    return FLOATS[dtype]
 
 
 @dataclass
@@ -193,6 +237,11 @@ class AttnMetadata(AttentionMetadata):
     slot_mapping: torch.Tensor
     is_capture: bool
     builder: "AttnMetadataBuilder" = field(repr=False)
+
+    @cached_property
+    def host_lens(self) -> List[int]:
+        """The sequences' lengths, where they lie in host memory."""
+        return self.seq_lens.tolist()
 
 
 class AttnMetadataBuilder(AttentionMetadataBuilder):
@@ -234,13 +283,13 @@ class AttnMetadataBuilder(AttentionMetadataBuilder):
             builder=self,
         )
 
-    def plan(self, impl: "AttnImpl", batch: AttnMetadata, device: torch.device) -> Plan:
+    def plan(self, impl: "AttnImpl", format: str, batch: AttnMetadata, device: torch.device) -> Plan:
         """The plan of a batch for layers with these heads and modifiers."""
-        key = (impl.key, batch.q_lens, batch.max_kv_len)
+        key = (impl.key, format, batch.q_lens, batch.max_kv_len)
         plan = self.captured.get(key) or self.plans.get(key)
         if plan is None:
             options = dict(impl.options, q_lens=batch.q_lens, max_kv_len=batch.max_kv_len, device=device)
-            plan = Plan(impl.format, page_size=self.kv_cache_spec.block_size, **options)
+            plan = Plan(format, page_size=self.kv_cache_spec.block_size, **options)
         if batch.is_capture:
             self.captured[key] = plan
             self.plans.pop(key, None)
@@ -279,17 +328,16 @@ class AttnImpl(AttentionImpl):
         kv_sharing_target_layer_name: Optional[str] = None,
         sinks: Optional[torch.Tensor] = None,
     ) -> None:
-        if kv_cache_dtype not in FORMATS:
-            raise UnsupportedError(
-                f"the attention backend ATTN has no cache of type {kv_cache_dtype!r}; allowed: --kv-cache-dtype {' or '.join(FORMATS)} for all layers, "
-                "without --kv-cache-dtype-skip-layers"
-            )
+        if not AttnBackend.supports_kv_cache_dtype(kv_cache_dtype):
+            raise UnsupportedError(f"the attention backend ATTN has no cache of type {kv_cache_dtype!r}; allowed: --kv-cache-dtype {' or '.join(FORMATS)} or auto")
         if attn_type != AttentionType.DECODER or kv_sharing_target_layer_name is not None:
             raise UnsupportedError("the attention backend ATTN has decoder layers with a cache of their own alone; choose another backend for this model")
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.num_kv_heads = num_kv_heads or num_heads
-        self.kv_cache_dtype, self.format = kv_cache_dtype, FORMATS[kv_cache_dtype]
+        self.kv_cache_dtype = kv_cache_dtype
         self.alibi_slopes, self.sinks = alibi_slopes, sinks
+        # Of the CPU: made with the first batch, which knows the blocks.
+        self.host_pages: Optional[HostPages] = None
         self.options = dict(
             heads=num_heads,
             kv_heads=self.num_kv_heads,
@@ -337,20 +385,37 @@ class AttnImpl(AttentionImpl):
         tokens = attn_metadata.num_actual_tokens
         if tokens == 0:
             return output
-        plan = attn_metadata.builder.plan(self, attn_metadata, query.device)
-        pool = self._pool(kv_cache, plan)
-        if key is not None and value is not None:
-            k, v = (x[:tokens].view(tokens, self.num_kv_heads, self.head_size) for x in (key, value))
-            plan.append_slots_now(k, v, pool, attn_metadata.slot_mapping[:tokens])
         q = query[:tokens].view(tokens, self.num_heads, self.head_size).contiguous()
         out = output[:tokens].view(tokens, self.num_heads, self.head_size)
+        kv = None
+        if key is not None and value is not None:
+            kv = tuple(x[:tokens].view(tokens, self.num_kv_heads, self.head_size) for x in (key, value))
+        format = FORMATS.get(self.kv_cache_dtype) or float_format(kv_cache.dtype)
+        slots = attn_metadata.slot_mapping[:tokens]
+        if query.device.type == "cpu":
+            pages = self._host_pages(format, attn_metadata.builder.kv_cache_spec.block_size)
+            pool = self._pool(kv_cache, pages.page_bytes)
+            if kv is not None:
+                pages.append_slots(*kv, pool, slots)
+            modifiers = {name: self.options.get(name) for name in ("scale", "softcap", "window_left", "alibi_slopes", "sinks")}
+            pages.attend(q, pool, attn_metadata.block_table.contiguous(), attn_metadata.host_lens, q_lens=attn_metadata.q_lens, out=out, **modifiers)
+            return output
+        plan = attn_metadata.builder.plan(self, format, attn_metadata, query.device)
+        pool = self._pool(kv_cache, plan.page_bytes)
+        if kv is not None:
+            plan.append_slots_now(*kv, pool, slots)
         plan.attend_into(q, out, pool, attn_metadata.block_table, attn_metadata.seq_lens)
         return output
 
-    def _pool(self, kv_cache: torch.Tensor, plan: Plan) -> torch.Tensor:
+    def _host_pages(self, format: str, block: int) -> HostPages:
+        if self.host_pages is None:
+            self.host_pages = HostPages(format, kv_heads=self.num_kv_heads, dim=self.head_size, page_size=block)
+        return self.host_pages
+
+    def _pool(self, kv_cache: torch.Tensor, page_bytes: int) -> torch.Tensor:
         if not kv_cache.is_contiguous():
             raise UnsupportedError(
                 f"the cache has the strides {kv_cache.stride()} for the shape {tuple(kv_cache.shape)}; the attention backend ATTN reads blocks that "
                 "lie side by side: use the layout LBHNC without page padding"
             )
-        return kv_cache.view(torch.uint8).view(kv_cache.shape[0], plan.page_bytes)
+        return kv_cache.view(torch.uint8).view(kv_cache.shape[0], page_bytes)

@@ -38,7 +38,7 @@ impl Inputs {
     ) -> Result<Self> {
         let paged = match source.memory() {
             KvMemory::Pages(layer, table) => Some((layer.cache(), table)),
-            KvMemory::View(_) => None,
+            KvMemory::View(_) | KvMemory::Pool(_) => None,
         };
         // NaN wherever the kernel should not look; counters, or partials, are zero.
         let mut workspace = vec![u64::MAX; plan.workspace_bytes() / 8 + 32];

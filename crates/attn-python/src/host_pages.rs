@@ -1,0 +1,111 @@
+//! Pages in host memory that Python's caller owns: appended to by slots, attended through its page table. `attn.HostPages` is built on it.
+
+use attn::{
+    DecodeAttention, DecodeStep, Heads, KvSource, PageLayout, PagePool, Problem,
+    backends::cpu::CpuBackend,
+};
+use pyo3::{prelude::*, types::PyCapsule};
+
+use crate::{dlpack::Array, errors, modifiers::Modifiers};
+
+/// The layout of the pages, and the backend that writes and reads them.
+#[pyclass(frozen, module = "attn._attn")]
+pub struct HostPages {
+    backend: CpuBackend,
+    layout: PageLayout,
+}
+
+/// What an attention reads beside its arrays, attribute by attribute.
+#[derive(FromPyObject)]
+pub struct HostStep {
+    /// Cached tokens of each sequence.
+    kv_lens: Vec<usize>,
+    /// Query tokens of each sequence.
+    q_lens: Vec<usize>,
+    modifiers: Modifiers,
+}
+
+#[pymethods]
+impl HostPages {
+    #[new]
+    fn new(format: &str, kv_heads: usize, dim: usize, page_size: usize) -> PyResult<Self> {
+        let format = format.parse().map_err(errors::of)?;
+        let layout = PageLayout::new(format, dim, page_size, kv_heads).map_err(errors::of)?;
+        // An empty pool of it: formats that need more than their pages are refused now.
+        PagePool::new(&layout, &[], &[], &[]).map_err(errors::of)?;
+        let backend = CpuBackend::open().map_err(errors::unsupported)?;
+        Ok(HostPages { backend, layout })
+    }
+
+    #[getter]
+    fn page_bytes(&self) -> usize {
+        self.layout.page_bytes()
+    }
+
+    fn append_slots(
+        &self,
+        py: Python<'_>,
+        k: &Bound<'_, PyCapsule>,
+        v: &Bound<'_, PyCapsule>,
+        pool: &Bound<'_, PyCapsule>,
+        slots: &Bound<'_, PyCapsule>,
+    ) -> PyResult<()> {
+        let (k, v) = (Array::new("k", k)?, Array::new("v", v)?);
+        let (mut pool, slots) = (Array::new("pool", pool)?, Array::new("slots", slots)?);
+        let (k, v, slots, pool) = (k.rows()?, v.rows()?, slots.i64s()?, pool.bytes_mut()?);
+        py.detach(|| self.backend.append_slots(&self.layout, pool, slots, k, v))
+            .map_err(errors::of)
+    }
+
+    /// q and out: `[query tokens, heads, dim]`; lse: float32 `[query tokens, heads]`; page_table: int32 `[sequences, pages]`.
+    #[pyo3(signature = (q, out, lse, pool, page_table, step))]
+    fn attend(
+        &self,
+        py: Python<'_>,
+        q: &Bound<'_, PyCapsule>,
+        out: &Bound<'_, PyCapsule>,
+        lse: Option<&Bound<'_, PyCapsule>>,
+        pool: &Bound<'_, PyCapsule>,
+        page_table: &Bound<'_, PyCapsule>,
+        step: HostStep,
+    ) -> PyResult<()> {
+        let (q, mut out) = (Array::new("q", q)?, Array::new("out", out)?);
+        q.check_rank(3, "[query tokens, heads, dim]")?;
+        let (pool, table) = (
+            Array::new("pool", pool)?,
+            Array::new("page_table", page_table)?,
+        );
+        let mut lse = lse.map(|lse| Array::new("lse", lse)).transpose()?;
+        let heads = Heads {
+            q: q.shape[1],
+            kv: self.layout.num_kv_heads(),
+            dim: self.layout.head_dim(),
+        };
+        let problem = Problem::new(heads, step.kv_lens.clone())
+            .q_lens(step.q_lens)
+            .scores(step.modifiers.into());
+        // Outputs between the queries of one array: the queries are copied before the outputs' memory is borrowed.
+        let copied = match q.shares_memory_with(&out)? {
+            true => Some(q.rows()?.to_wide().map_err(errors::of)?),
+            false => None,
+        };
+        let q = match &copied {
+            Some(copied) => copied.into(),
+            None => q.rows()?,
+        };
+        let lse = lse.as_mut().map(Array::f32s_mut).transpose()?;
+        let (out, pool, table) = (out.rows_mut()?, pool.bytes()?, table.i32s()?);
+        py.detach(|| {
+            // A negative page is none of the pool, which is said of the number that it is without a sign.
+            let table: Vec<u32> = table.iter().map(|page| page.cast_unsigned()).collect();
+            let pool = PagePool::new(&self.layout, pool, &table, &step.kv_lens)?;
+            let plan = self.backend.plan(&problem, self.layout.format())?;
+            let mut step = DecodeStep::new(&plan, q, KvSource::Pool(&pool), out)?;
+            if let Some(lse) = lse {
+                step = step.with_lse(lse)?;
+            }
+            self.backend.decode(&mut step)
+        })
+        .map_err(errors::of)
+    }
+}
