@@ -63,9 +63,9 @@ def prompts():
 
 def run(name, model, one_by_one=False, **options):
     """Greedy tokens and log-probabilities of all prompts, and the engine's counters."""
-    begun = time.time()
-    engine = LLM(model, **dict(USUAL, **options))
+    begun, engine = time.time(), None
     try:
+        engine = LLM(model, **dict(USUAL, **options))
         ask = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, logprobs=5, detokenize=False)
         given = [[prompt] for prompt in prompts()] if one_by_one else [prompts()]
         outputs = [output for part in given for output in engine.generate(part, ask, use_tqdm=False)]
@@ -76,7 +76,8 @@ def run(name, model, one_by_one=False, **options):
         print(f"{name}: {time.time() - begun:.1f} s", flush=True)
         return answers, counters
     finally:
-        engine.llm_engine.engine_core.shutdown()
+        if engine is not None:
+            engine.llm_engine.engine_core.shutdown()
         del engine
         cleanup_dist_env_and_memory()
         gc.collect()
@@ -107,6 +108,8 @@ def plant_a_fault():
 
 
 def main(model):
+    refused("has no cache of torch.float32", model, kv_cache_dtype="auto")
+    refused("kv_cache_dtype not supported", model, kv_cache_dtype="fp8")
     shadow = Shadow()
     if os.environ.get("ATTN_VLLM_FAULT"):
         plant_a_fault()
@@ -124,16 +127,10 @@ def main(model):
             others["drafted"] = dict(speculative_config={"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1})
         for name, change in others.items():
             answers, counters = run(f"{format}, {name}", model, **dict(dict(kv_cache_dtype=format), **change))
-            if name == "drafted":
-                # Log-probabilities of drafted tokens are not asked of vLLM in the same way.
-                assert counters["vllm:spec_decode_num_draft_tokens"] > 0
-                assert [tokens for tokens, _ in answers] == [tokens for tokens, _ in whole], (format, name)
-            else:
-                assert answers == whole, (format, name)
+            assert answers == whole, (format, name)
             assert name != "preempted" or counters["vllm:num_preemptions"] > 0
+            assert name != "drafted" or counters["vllm:spec_decode_num_draft_tokens"] > 0
         print(f"{format}: mean error {mean:.4f}, worst {worst:.3f}; the same bits {', '.join(others)}", flush=True)
-    refused("has no cache of torch.float32", model, kv_cache_dtype="auto")
-    refused("kv_cache_dtype not supported", model, kv_cache_dtype="fp8")
     print("passed")
 
 

@@ -1,0 +1,78 @@
+"""Pages of the caller's in host memory: the bits of a cache, and what is refused."""
+
+import attn
+import numpy as np
+import pytest
+
+KV_HEADS, HEADS, DIM = 2, 6, 64
+
+
+def rows(seed, tokens, heads, dtype=np.float32):
+    return np.random.default_rng(seed).standard_normal((tokens, heads, DIM)).astype(dtype)
+
+
+def two_sequences(format, page_size, dtype=np.float32):
+    """Sequences of 90 and 17 tokens in a pool and in a cache: (pages, pool, table, lens, cache)."""
+    pages = attn.HostPages(format, kv_heads=KV_HEADS, dim=DIM, page_size=page_size)
+    bare = {} if format in ("int4-g1", "bf16") else {"centres": False}
+    cache = attn.Cache(format, heads=KV_HEADS, dim=DIM, max_tokens=128, sequences=2, page_size=page_size, device="cpu", **bare)
+    lens, each = [90, 17], -(-90 // page_size)
+    table = np.random.default_rng(1).permutation(2 * each).astype(np.int32).reshape(2, each)
+    slots = np.array([int(table[s, t // page_size]) * page_size + t % page_size for s in (0, 1) for t in range(lens[s])])
+    k, v = rows(2, sum(lens), KV_HEADS, dtype), rows(3, sum(lens), KV_HEADS, dtype)
+    pool = np.zeros((2 * each, pages.page_bytes), np.uint8)
+    pages.append_slots(k, v, pool, slots)
+    cache.append(k, v, sequences=[0, 1], tokens=lens)
+    return pages, pool, table, lens, cache
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+@pytest.mark.parametrize("format, page_size", [("int8", 16), ("int8/int4-w0", 32), ("int4-g1", 64), ("bf16", 128)])
+def test_they_have_the_bits_of_a_cache(format, page_size, dtype):
+    pages, pool, table, lens, cache = two_sequences(format, page_size, dtype)
+    assert pages.page_bytes == cache.stats().page_bytes
+    for q_lens, options in (([1, 1], {}), ([5, 0], {"window_left": 20}), ([1, 17], {"softcap": 30.0, "sinks": [0.5] * HEADS}), ([3, 3], {"causal": False, "scale": 0.2})):
+        q = rows(4, sum(q_lens), HEADS, dtype)
+        wanted, wanted_lse = cache.attend(q, sequences=[0, 1], q_lens=q_lens, return_lse=True, **options)
+        given, lse = pages.attend(q, pool, table, lens, q_lens=q_lens, return_lse=True, **options)
+        assert given.dtype == q.dtype and np.array_equal(given, wanted) and np.array_equal(lse, wanted_lse)
+        out = np.empty_like(q)
+        assert pages.attend(q, pool.reshape(-1), table, lens, q_lens=q_lens, out=out, **options) is out and np.array_equal(out, wanted)
+
+
+def test_a_negative_slot_is_nowhere():
+    pages, pool, _, _, _ = two_sequences("int8", 16)
+    k, v = rows(5, 3, KV_HEADS), rows(6, 3, KV_HEADS)
+    before = pool.copy()
+    k[1], k[2] = np.nan, np.inf
+    pages.append_slots(k, v, pool, np.array([0, -1, -7]))
+    changed = (pool != before).any(axis=1)
+    assert changed[0] and not changed[1:].any()
+
+
+def test_what_does_not_fit_is_refused_by_name():
+    pages, pool, table, lens, _ = two_sequences("int8", 16)
+    before, k, v, q = pool.copy(), rows(5, 2, KV_HEADS), rows(6, 2, KV_HEADS), rows(7, 2, HEADS)
+    bad = k.copy()
+    bad[1, 0, 0] = np.nan
+    refused = [
+        (attn.NumberError, lambda: pages.append_slots(bad, v, pool, np.array([0, 1]))),
+        (attn.ParameterError, lambda: pages.append_slots(k, v, pool, np.array([0, pool.shape[0] * 16]))),
+        (attn.ShapeError, lambda: pages.append_slots(k, v, pool, np.array([0]))),
+        (attn.ShapeError, lambda: pages.append_slots(k, v, pool, np.array([0, 1], np.int32))),
+        (attn.ShapeError, lambda: pages.append_slots(k, v, pool[:, :-1], np.array([0, 1]))),
+        (attn.ShapeError, lambda: pages.append_slots(k, v, pool.view(np.int32), np.array([0, 1]))),
+        (attn.ShapeError, lambda: pages.append_slots(k[:, :1], v, pool, np.array([0, 1]))),
+        (attn.ParameterError, lambda: pages.attend(q, pool, table - 100, lens)),
+        (attn.ShapeError, lambda: pages.attend(q, pool, table[:, :1], lens)),
+        (attn.ShapeError, lambda: pages.attend(q, pool, table.astype(np.int64), lens)),
+        (attn.AttnError, lambda: pages.attend(q, pool, table, lens, q_lens=[1])),
+        (attn.ShapeError, lambda: pages.attend(q, pool, table, lens, out=np.empty((1, HEADS, DIM), np.float32))),
+    ]
+    for i, (kind, call) in enumerate(refused):
+        with pytest.raises(kind):
+            call()
+        assert np.array_equal(pool, before), i
+    for format in ("int4", "int8/int4", "fp8", "int8-tensor"):
+        with pytest.raises(attn.ParameterError, match="int8/int4-w0"):
+            attn.HostPages(format, kv_heads=KV_HEADS, dim=DIM)
