@@ -41,7 +41,8 @@ def test_modifiers_reach_the_kernels(rng, options):
 
 @pytest.mark.parametrize("format", ["int8", "int4", "int8/int4", "int4-g1"])
 def test_fast_prompts_are_near_the_cpus_and_few_tokens_have_its_bits(rng, format):
-    gpu, cpu = pair(format, max_q_len=64)
+    # Over centres of K fast steps are exact.
+    gpu, cpu = pair(format, max_q_len=64, centres=False)
     for count in [64, 64, 16]:
         k, v, q = (on_gpu(rows(rng, count, heads, 128)).bfloat16() for heads in (2, 2, 16))
         gpu.append(k, v)

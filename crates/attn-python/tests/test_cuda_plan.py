@@ -20,7 +20,7 @@ def test_a_graph_replays_growing_sequences(rng, format):
     table = torch.randperm(24, dtype=torch.int32).view(3, 8).cuda()
     lens = torch.zeros(3, dtype=torch.int32, device="cuda")
     q, k, v = (torch.zeros(3, heads, 128, device="cuda", dtype=torch.bfloat16) for heads in (8, 2, 2))
-    cache = attn.Cache(format, heads=2, dim=128, max_tokens=512, sequences=3, device="cuda")
+    cache = attn.Cache(format, heads=2, dim=128, max_tokens=512, sequences=3, device="cuda", centres=False)
 
     def step():
         lens.add_(1)
@@ -75,7 +75,7 @@ def test_a_pool_begins_at_any_multiple_of_16_bytes(rng, format, q_len, offset):
 def test_slots_and_ragged_queries(rng):
     q_lens, lens = [1, 70, 5], [40, 100, 5]
     plan = plan_of("int8", q_lens, softcap=30.0, sinks=[0.5] * 8)
-    pool, cache = plan.new_pool(24), attn.Cache("int8", heads=2, dim=128, max_tokens=512, sequences=3, device="cuda")
+    pool, cache = plan.new_pool(24), attn.Cache("int8", heads=2, dim=128, max_tokens=512, sequences=3, device="cuda", centres=False)
     table = torch.arange(23, -1, -1, dtype=torch.int32).view(3, 8).cuda()
     k, v = (on_gpu(rows(rng, sum(lens), 2, 128)) for _ in range(2))
     cache.append(k, v, sequences=[0, 1, 2], tokens=lens)
@@ -289,7 +289,7 @@ def test_ranges_of_tokens_are_exported(rng, format):
 
     scales = [0.05] * 2 if format == "fp8" else None
     plan = attn.torch.Plan(format, heads=8, kv_heads=2, dim=128, q_lens=[1, 1], max_kv_len=640, k_scales=scales, v_scales=scales)
-    cache = attn.Cache(format, device="cpu", heads=2, dim=128, max_tokens=640, sequences=2, **({"k_scales": scales, "v_scales": scales} if scales else {}))
+    cache = attn.Cache(format, device="cpu", heads=2, dim=128, max_tokens=640, sequences=2, centres=False, **({"k_scales": scales, "v_scales": scales} if scales else {}))
     lens, slots = [600, 70], plan.residual_slots(600)
     pool = plan.new_pool(20 + 2 * max(slots, 1))
     table = torch.arange(20, dtype=torch.int32).view(2, 10).flip(1).contiguous()
@@ -321,7 +321,7 @@ def test_shards_have_the_bits_of_one_gpu(rng, format, options):
     sinks = torch.linspace(-2, 2, 8, device="cuda")
     k, v = (on_gpu(rows(rng, sum(lens), 2, 128)) for _ in range(2))
     q = on_gpu(rows(rng, 4, 8, 128))
-    whole = attn.Cache(format, heads=2, dim=128, max_tokens=2560, sequences=2, device="cuda", **scales)
+    whole = attn.Cache(format, heads=2, dim=128, max_tokens=2560, sequences=2, device="cuda", centres=False, **scales)
     whole.append(k, v, sequences=[0, 1], tokens=lens)
     modifiers = {name: options[name] for name in options if name not in scales}
     wanted = whole.attend(q, sequences=[0, 1], q_lens=q_lens, sinks=sinks.tolist(), return_lse=True, **modifiers)
