@@ -4,12 +4,13 @@
 //! every layer in the backend's memory. A refused call changes neither, and a call that the device fails changes no length and takes no page; a device that
 //! fails again while the call is taken back leaves the step open ([`Error::StepLeftOpen`]).
 //!
-//! Here: creation, forks, taking back and freeing. `cache/store.rs`: the interface to a backend; `page_table.rs`: lengths and pages, as kernels read them; `writes.rs`: what backends compare before they write or copy; `append.rs`: appends; `reserve.rs`: a model's step, layer by
+//! Here: creation, forks and freeing. `cache/truncate.rs`: tokens that are taken back; `checkpoints.rs`: what is kept for that. `cache/store.rs`: the interface to a backend; `page_table.rs`: lengths and pages, as kernels read them; `writes.rs`: what backends compare before they write or copy; `append.rs`: appends; `reserve.rs`: a model's step, layer by
 //! layer; `layer.rs`: one layer, to be attended; `drop_before.rs`: tokens that no window sees any more; `copy.rs`: a copy of a whole cache; `grow.rs`: more pages and sequences; `sequences.rs`: a step's choice of sequences; `transfer.rs`: sequences and pages as bytes;
 //! `image.rs`: a sequence as one block of bytes.
 
 mod append;
 mod centres;
+mod checkpoints;
 mod copy;
 mod drop_before;
 mod drop_range;
@@ -23,12 +24,13 @@ mod saturation;
 mod sequences;
 mod store;
 mod transfer;
+mod truncate;
 mod writes;
 
 pub use append::Append;
 pub use image::SequenceImage;
 pub use layer::CacheLayer;
-pub use page_table::PageTable;
+pub use page_table::{CheckpointPage, PageTable};
 pub(crate) use page_table::{check_count, check_pool};
 pub use sequences::CachedSequences;
 pub use store::{CacheAccess, FirstTile, PageStore, TokenWrite};
@@ -40,7 +42,7 @@ use saturation::Saturation;
 
 use crate::{
     cache_config::CacheConfig,
-    error::{Error, TruncateLimit, filled, refuse},
+    error::{Error, filled, refuse},
     events,
     format::Window,
     layout::PageLayout,
@@ -123,6 +125,7 @@ impl KvCache {
             table: PageTable {
                 pages: filled("the page table", n, Vec::new())?,
                 residual_pages: filled("the table of residual pages", n, Vec::new())?,
+                checkpoint_pages: filled("the table of checkpoints", n, Vec::new())?,
                 sequences: (0..n).collect(),
                 lens: filled("the lengths", n, 0)?,
                 first_tokens: filled("the first tokens", n, 0)?,
@@ -252,99 +255,18 @@ impl KvCache {
         self.check_empty("a fork", to)?;
         self.copy_centres(from, to)?;
         let (homes, residuals) = (&self.table.pages[from], &self.table.residual_pages[from]);
-        for page in homes.iter().chain(residuals).filter(|page| is_kept(page)) {
+        let checkpoints = self.table.at_checkpoints(from).iter().map(|of| &of.page);
+        let all = homes.iter().chain(residuals).chain(checkpoints);
+        for page in all.filter(|page| is_kept(page)) {
             self.pages.share(*page);
         }
+        self.table.checkpoint_pages[to] = self.table.checkpoint_pages[from].clone();
         self.table.pages[to] = self.table.pages[from].clone();
         self.table.residual_pages[to] = self.table.residual_pages[from].clone();
         self.table.lens[to] = self.table.lens[from];
         self.table.first_tokens[to] = self.table.first_tokens[from];
         self.table.tokens_before[to] = self.table.tokens_before[from];
         Ok(())
-    }
-
-    /// Takes back a sequence's newest tokens, such as drafts that were rejected: its first `len` stay, and the pages behind them are returned.
-    ///
-    /// The sequence has the image ([`KvCache::image`]) of a run that never had the others, and what is appended then has its bytes and outputs. Of formats
-    /// with a window the residuals that the next tokens read must be there still: since the last append, as many tokens as it had, if at most
-    /// [`CacheConfig::max_q_len`], and 64 of a sequence of which none but such drafts were taken back before, also after it was restored. More go as far as
-    /// residuals reach; the image then has fewer of these. To its first 64 tokens, or its first page where that is larger, a sequence goes back from any
-    /// length. Other formats have no such limit. Of a sequence with dropped tokens
-    /// ([`KvCache::drop_before`]) at least these stay, or none at all.
-    ///
-    /// # Errors
-    /// [`Error::Sequence`]; [`Error::PastEnd`] for more tokens than there are; [`Error::Truncate`] for fewer than were dropped, or than the residuals
-    /// reach back to, with the numbers that can be kept; [`Error::Step`] for a sequence with tokens of an open step, which
-    /// [`KvCache::cancel_step`] takes back. Nothing is changed then.
-    ///
-    /// ```
-    /// # use attn_core::{CacheConfig, Heads, HostPages, KvCache, KvFormat};
-    /// # let heads = Heads { q: 4, kv: 1, dim: 64 };
-    /// # let config = CacheConfig::builder(KvFormat::INT8, heads).max_len(256).build();
-    /// # let mut cache = KvCache::new(config.clone(), Box::new(HostPages::new(&config)?))?;
-    /// cache.append(0, &[0.5; 5 * 64], &[2.0; 5 * 64])?;
-    /// // Three drafts were wrong.
-    /// cache.truncate(0, 2)?;
-    /// assert_eq!(cache.table().lens, [2]);
-    /// # Ok::<(), attn_core::Error>(())
-    /// ```
-    pub fn truncate(&mut self, sequence: usize, len: usize) -> Result<(), Error> {
-        self.check_truncate(sequence, len)?;
-        let dropped = self.table.first_tokens[sequence];
-        let kept = len.div_ceil(self.config.page_size);
-        let of_first = kept.min(self.table.first_held(sequence));
-        let of_last = kept.saturating_sub(self.table.first_of_last(sequence));
-        let residuals = self.table.residual_pages[sequence].split_off(of_first + of_last);
-        let pages = self.table.pages[sequence].split_off(kept);
-        // The last page that was taken is the first to be taken again.
-        let taken = pages.into_iter().chain(residuals).filter(is_kept);
-        for page in taken.rev() {
-            self.pages.release(page);
-        }
-        self.table.lens[sequence] = len;
-        self.table.first_tokens[sequence] = dropped.min(len);
-        Ok(())
-    }
-
-    /// Refuses what [`KvCache::truncate`] refuses, and changes nothing: for caches that are truncated together or not at all, such as those of shards.
-    ///
-    /// # Errors
-    /// Those of [`KvCache::truncate`].
-    pub fn check_truncate(&self, sequence: usize, len: usize) -> Result<(), Error> {
-        self.check_sequence(sequence)?;
-        self.check_settled("a truncation", sequence)?;
-        self.check_inside("the number of tokens to keep", sequence, len)?;
-        let (short, least, limit) = self.truncations(sequence);
-        if short < len && len < least {
-            return Err(Error::Truncate {
-                sequence,
-                tokens: self.table.lens[sequence],
-                given: len,
-                short,
-                least,
-                limit,
-            });
-        }
-        Ok(())
-    }
-
-    /// What [`KvCache::truncate`] can leave a sequence: so many tokens at most, or so many at least; and what stands against the others.
-    fn truncations(&self, sequence: usize) -> (usize, usize, TruncateLimit) {
-        let CacheConfig {
-            format, page_size, ..
-        } = self.config;
-        let dropped = self.table.first_tokens[sequence];
-        let first_fine = first_fine_page(&self.table, sequence) * page_size;
-        if format.window() == Window::None || first_fine <= dropped {
-            return (0, dropped, TruncateLimit::Dropped);
-        }
-        // A sequence that ends in its first pages has all of its residuals, unless they were dropped.
-        let short = match dropped {
-            0 => self.table.first_residual_pages * page_size,
-            _ => 0,
-        };
-        let least = format.first_position_with(first_fine);
-        (short, least.max(dropped), TruncateLimit::Residuals)
     }
 
     /// Refuses a number of tokens that a sequence does not have.
@@ -382,9 +304,11 @@ impl KvCache {
         self.check_settled("freeing a sequence", sequence)?;
         let pages = std::mem::take(&mut self.table.pages[sequence]);
         let residuals = std::mem::take(&mut self.table.residual_pages[sequence]);
+        let checkpoints = std::mem::take(&mut self.table.checkpoint_pages[sequence]);
         pages
             .into_iter()
             .chain(residuals)
+            .chain(checkpoints.into_iter().map(|of| of.page))
             .filter(is_kept)
             .for_each(|page| self.pages.release(page));
         self.table.lens[sequence] = 0;

@@ -6,6 +6,7 @@ use crate::{
     format::{KvFormat, Scheme},
     layout::{MAX_KV_HEADS, PageLayout},
     problem::{Heads, MAX_TOKENS},
+    segments::TILE,
 };
 
 /// The description of a cache to create.
@@ -34,6 +35,9 @@ pub struct CacheConfig {
     /// The most query tokens that a step has of one sequence, for formats with a window: appends keep the residuals that so many new tokens read.
     /// Steps of other formats have any number.
     pub max_q_len: usize,
+    /// Tokens from one checkpoint of a sequence to the next, for formats with a window: a multiple of 64 and of the page size; 0 for none
+    /// ([`CacheBuilder::checkpoints`]).
+    pub checkpoints: usize,
     /// Whether a centre is taken off each sequence's keys before they are stored ([`CacheBuilder::centres`]).
     pub centres: bool,
     /// Static K scale per layer and KV head, `[layers, num_kv_heads]`, which fp8 and int8-tensor need; empty for other schemes.
@@ -78,6 +82,7 @@ impl CacheConfig {
                 num_sequences: 1,
                 max_len: 0,
                 max_q_len: DEFAULT_MAX_Q_LEN,
+                checkpoints: 0,
                 centres: format.check_centres().is_ok(),
                 k_tensor_scales: Vec::new(),
                 v_tensor_scales: Vec::new(),
@@ -88,14 +93,51 @@ impl CacheConfig {
         }
     }
 
-    /// Number of pages that one sequence of `kv_len` tokens takes, residual pages included.
+    /// Number of pages that one sequence of `kv_len` tokens takes at most, residual pages included, and those of its checkpoints.
     #[must_use]
     pub fn pages_for(&self, kv_len: usize) -> usize {
         let home = kv_len.div_ceil(self.page_size.max(1));
         let residual = self
             .format
             .max_residual_pages(self.page_size, self.max_q_len);
-        home.saturating_add(residual.min(home))
+        let checkpoints = kv_len.checked_div(self.checkpoints).unwrap_or(0);
+        let kept = checkpoints.saturating_mul(self.checkpoint_pages());
+        home.saturating_add(residual.saturating_add(kept).min(home))
+    }
+
+    /// Residual pages that a sequence keeps for each of its checkpoints at most, in each layer: those of the window before it. 0 for a cache without checkpoints, and for formats
+    /// without a window, which are truncated to any length.
+    ///
+    /// ```
+    /// use attn_core::{CacheConfig, Heads, KvFormat};
+    ///
+    /// let heads = Heads { q: 32, kv: 8, dim: 128 };
+    /// let config = CacheConfig::builder(KvFormat::INT4, heads).checkpoints(1024).max_len(8192).build();
+    /// assert_eq!((config.checkpoint_pages(), config.checkpoint_bytes()?), (2, 2 * 67584));
+    /// // 128 home pages, 5 of residuals of the first tile and the newest ones, and 2 for each checkpoint.
+    /// assert_eq!(config.num_pages, 128 + 5 + 8 * 2);
+    /// # Ok::<(), attn_core::Error>(())
+    /// ```
+    #[must_use]
+    pub fn checkpoint_pages(&self) -> usize {
+        let window = TILE * self.format.window().tiles();
+        window.min(self.checkpoints) / self.page_size.max(1)
+    }
+
+    /// Bytes that each checkpoint of a sequence takes at most, in all layers: those of [`CacheConfig::checkpoint_pages`].
+    ///
+    /// # Errors
+    /// Those of [`CacheConfig::check`].
+    pub fn checkpoint_bytes(&self) -> Result<usize, Error> {
+        self.check()?;
+        Ok(self.layers * self.checkpoint_pages() * self.layout()?.page_bytes())
+    }
+
+    /// Whether the residuals of a sequence's home page `home` are in the window of a checkpoint behind it.
+    pub(crate) fn keeps_at_checkpoint(&self, home: usize) -> bool {
+        let every = self.checkpoints / self.page_size.max(1);
+        home.checked_rem(every)
+            .is_some_and(|place| place >= every - self.checkpoint_pages())
     }
 
     /// Slots of a sequence's residual pages ([`KvFormat::residual_slots`]).
@@ -168,6 +210,13 @@ impl CacheConfig {
                 "max_len",
                 self.max_len,
                 "at most 1048576 tokens of a sequence; ask for more sequences, or for a number of pages",
+            );
+        }
+        if !self.checkpoints.is_multiple_of(self.page_size.max(TILE)) {
+            return refuse(
+                "checkpoints",
+                self.checkpoints,
+                "multiples of 64 and of the page size, tokens from one checkpoint to the next; 0 for none",
             );
         }
         if !(1..=MAX_LAYERS).contains(&self.layers) {
@@ -272,6 +321,17 @@ impl CacheBuilder {
     /// for so many tokens' residuals, unless [`CacheBuilder::pages`] says otherwise; they are kept from an append to the sequence's next.
     pub fn max_q_len(mut self, tokens: usize) -> Self {
         self.config.max_q_len = tokens;
+        self
+    }
+
+    /// Sets after how many tokens, and again after as many, a sequence keeps what [`KvCache::truncate`](crate::KvCache::truncate) needs to leave it so long: the residual pages of the window
+    /// before this checkpoint. A multiple of 64 and of the page size; 0, the default, for none. Only formats with a window, such as `int4`, need checkpoints: the others are
+    /// truncated to any length, and the number costs nothing there.
+    ///
+    /// Each checkpoint takes [`CacheConfig::checkpoint_bytes`]: with pages of 64 tokens and windows of 128, two residual pages, which is an eighth more of every 1024
+    /// tokens. Each sequence has room for the checkpoints of its longest length, unless [`CacheBuilder::pages`] says otherwise.
+    pub fn checkpoints(mut self, every_tokens: usize) -> Self {
+        self.config.checkpoints = every_tokens;
         self
     }
 

@@ -7,8 +7,8 @@ mod truncate_limit;
 mod unsupported;
 
 use crate::format::{KvFormat, Scheme};
+use given::Count;
 pub(crate) use given::Many;
-use given::{Count, OrFewer};
 pub use given::{ElementIndex, Given};
 pub use truncate_limit::TruncateLimit;
 pub use unsupported::Unsupported;
@@ -297,9 +297,8 @@ pub enum Error {
     },
     /// A truncation to fewer tokens than the sequence can go back to.
     #[error(
-        "sequence {sequence} has {tokens} tokens and can be truncated to {least} or more, or to {}, but not to {given}: {limit}. To go back further, fork a sequence \
-         while it is short, or free this one and append its tokens again",
-        OrFewer(*short)
+        "sequence {sequence} has {tokens} tokens and cannot be truncated to {given}, only to {longest_prefix}, or to {least}: {limit}. Truncate to {longest_prefix} and append \
+         the tokens from there again"
     )]
     Truncate {
         /// The sequence.
@@ -308,11 +307,11 @@ pub enum Error {
         tokens: usize,
         /// The tokens that were to be kept.
         given: usize,
-        /// As few tokens as this, or fewer, can be kept: those whose residuals the sequence keeps for good, or 0.
-        short: usize,
-        /// The fewest tokens, above `short`, that can be kept.
+        /// The most tokens, fewer than those, that can be kept: from there on tokens are appended again.
+        longest_prefix: usize,
+        /// The fewest tokens, more than those, that can be kept.
         least: usize,
-        /// What stands against fewer.
+        /// What stands against the others.
         limit: TruncateLimit,
     },
     /// Tokens that [`KvCache::drop_before`](crate::KvCache::drop_before) has freed.

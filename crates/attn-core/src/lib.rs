@@ -68,8 +68,8 @@ pub use attend::{Attend, Attended};
 pub use backend::{DecodeAttention, DeviceInfo};
 pub use backend_id::BackendId;
 pub use cache::{
-    Append, CacheAccess, CacheLayer, CachedSequences, FirstTile, KvCache, PageStore, PageTable,
-    SequenceImage, TokenWrite,
+    Append, CacheAccess, CacheLayer, CachedSequences, CheckpointPage, FirstTile, KvCache,
+    PageStore, PageTable, SequenceImage, TokenWrite,
 };
 pub use cache_config::{CacheBuilder, CacheConfig};
 pub use device_rows::{DeviceMemory, DeviceRows, Dtype, all_on_device};

@@ -29,6 +29,14 @@ impl PageLayout {
         Ok(())
     }
 
+    /// Zeroes what full residual pages behind each other leave unwritten.
+    pub(crate) fn canonical_residuals(&self, pages: &mut [u8]) {
+        let written = self.written(self.page_size(), true);
+        pages
+            .chunks_exact_mut(self.run_bytes())
+            .for_each(|run| keep(run, &written));
+    }
+
     /// The bits of a run that its first `tokens` tokens write.
     fn written(&self, tokens: usize, is_residual: bool) -> Vec<u8> {
         let mut written = vec![0u8; self.run_bytes()];
@@ -138,6 +146,13 @@ impl SequencePages {
             Some(residual) if residual < first => residual,
             Some(_) => i - self.residuals,
         }
+    }
+
+    /// The home pages between those that have residual pages for being the first ones, and for being the last ones.
+    pub fn without_residuals(&self) -> std::ops::Range<usize> {
+        let (format, page_size) = (self.layout.format(), self.layout.page_size());
+        let first = format.first_residual_pages(page_size).min(self.residuals);
+        first..self.home - (self.residuals - first)
     }
 
     /// Number of pages.

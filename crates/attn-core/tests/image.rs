@@ -236,7 +236,7 @@ fn forged(image: &[u8], words: &[(usize, u32)]) -> Vec<u8> {
 #[case::centres(52, 1, "centres of K")]
 #[case::other_centres(52, 2, "number of centres")]
 #[case::shard(56, 1, "tokens_before")]
-#[case::reserved_end(60, 1, "reserved")]
+#[case::pages_at_checkpoints(60, 1, "at checkpoints")]
 #[case::format(64, 0x3820_3820, "format")]
 #[case::other_format(64, 0x3631_6662, "format")]
 #[case::scale(128, 0, "k_scales is 0 at index 0")]

@@ -109,23 +109,30 @@ fn a_refusal_names_the_fewest_tokens_that_can_be_kept_and_the_most_queries(
     grow_to(&mut cache, 0, 1, 533).unwrap();
     grow_to(&mut cache, 0, 1, 700).unwrap();
     cache.drop_before(0, dropped).unwrap();
-    match cache.check_truncate(0, if dropped > 0 { 1 } else { 150 }) {
-        Err(Error::Truncate { short, least, .. }) => {
-            // The first tile's residuals are there while it is.
-            let first = if format == "int8" || dropped > 0 {
-                0
+    let kept_from = cache.table().first_tokens[0];
+    let given = if dropped > 0 { kept_from + 1 } else { 150 };
+    match cache.check_truncate(0, given) {
+        Err(Error::Truncate {
+            longest_prefix,
+            least,
+            ..
+        }) => {
+            // The first tile's residuals are there while it is; and where all is dropped there is nothing to read.
+            let first = if dropped > 0 {
+                kept_from
             } else {
                 page_size.max(64)
             };
-            assert_eq!(short, first);
+            assert_eq!(longest_prefix, first);
             for len in 1..=700 {
                 let is_taken = cache.check_truncate(0, len).is_ok();
-                assert_eq!(is_taken, len <= short || len >= least, "{len}, {least}");
+                let can = (kept_from..=longest_prefix).contains(&len) || len >= least;
+                assert_eq!(is_taken, can, "{len}, {least}");
             }
         }
         other => {
             other.unwrap();
-            assert!(format == "int8" && dropped == 0);
+            assert!(format == "int8" || format == "int4-w4" && dropped > 0);
         }
     }
     let queries = |q_len| cache.check_queries(&Problem::new(HEADS, [700]).q_len(q_len));
@@ -222,7 +229,7 @@ fn what_the_residuals_do_not_reach_is_refused_and_nothing_changes() {
     for (len, what) in [
         (
             300,
-            "can be truncated to 320 or more, or to 64 or fewer, but not to 300",
+            "cannot be truncated to 300, only to 64, or to 320: the tokens",
         ),
         (
             501,
@@ -244,8 +251,10 @@ fn what_the_residuals_do_not_reach_is_refused_and_nothing_changes() {
     ));
     // Without its first tile a sequence is never that short.
     cache.drop_before(0, 64).unwrap();
-    let said = cache.truncate(0, 64).unwrap_err().to_string();
-    assert!(said.contains("320 or more, or to 0, but"), "{said}");
+    let said = cache.truncate(0, 65).unwrap_err().to_string();
+    assert!(said.contains("to 65, only to 64, or to 320:"), "{said}");
+    let said = cache.truncate(0, 63).unwrap_err().to_string();
+    assert!(said.contains("to 63, only to 0, or to 64:"), "{said}");
     // A format without a window goes back any way.
     let mut plain = self::cache("int8", 16, 64);
     grow_to(&mut plain, 0, 1, 500).unwrap();

@@ -30,15 +30,15 @@ struct Readme;
 
 pub use attn_core::{
     Append, Arithmetic, Attend, Attended, AttnState, BackendId, CacheAccess, CacheBuilder,
-    CacheConfig, CacheLayer, CachedSequences, DecodeAttention, DecodeStep, DeviceInfo,
-    DeviceMemory, DeviceResults, DeviceRows, DeviceSteps, Dtype, ElementIndex, Elements,
-    ElementsMut, Error, ErrorKind, FirstTile, Given, Heads, HostPages, HostStore, Int8Scale,
-    KvCache, KvFormat, KvMemory, KvSource, KvView, PackedRows, PageLayout, PagePool, PageStore,
-    PageTable, Plan, Problem, Recent, Rotary, RotaryScaling, RotaryStyle, RotaryTable, RowPlaces,
-    Rows, RowsMut, Scheme, ScoreModifiers, SequenceImage, SlotAppend, SpanStates, SpansStep,
-    StepInputs, StepOutputs, StridedRows, TokenWrite, TruncateLimit, Unsupported, WideRows,
-    WideRowsMut, Window, arithmetic, cache, centres, convert, events, format, formats, layout,
-    problem, process, quant, rotary,
+    CacheConfig, CacheLayer, CachedSequences, CheckpointPage, DecodeAttention, DecodeStep,
+    DeviceInfo, DeviceMemory, DeviceResults, DeviceRows, DeviceSteps, Dtype, ElementIndex,
+    Elements, ElementsMut, Error, ErrorKind, FirstTile, Given, Heads, HostPages, HostStore,
+    Int8Scale, KvCache, KvFormat, KvMemory, KvSource, KvView, PackedRows, PageLayout, PagePool,
+    PageStore, PageTable, Plan, Problem, Recent, Rotary, RotaryScaling, RotaryStyle, RotaryTable,
+    RowPlaces, Rows, RowsMut, Scheme, ScoreModifiers, SequenceImage, SlotAppend, SpanStates,
+    SpansStep, StepInputs, StepOutputs, StridedRows, TokenWrite, TruncateLimit, Unsupported,
+    WideRows, WideRowsMut, Window, arithmetic, cache, centres, convert, events, format, formats,
+    layout, problem, process, quant, rotary,
 };
 
 pub use device::{Device, DeviceName};

@@ -402,6 +402,14 @@ impl Session {
         self.cache.check_truncate(sequence, tokens)
     }
 
+    /// The most tokens, `tokens` at most, that [`Session::truncate`] can leave of a sequence: where to go on from to have the first `tokens` again.
+    ///
+    /// # Errors
+    /// Those of [`KvCache::longest_prefix`].
+    pub fn longest_prefix(&self, sequence: usize, tokens: usize) -> Result<usize, Error> {
+        self.cache.longest_prefix(sequence, tokens)
+    }
+
     /// Frees the pages of a sequence's tokens before `token`, which no window sees any more.
     ///
     /// # Errors

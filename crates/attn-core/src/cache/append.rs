@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use super::{CacheAccess, KvCache, PageStore, TokenWrite};
+use super::{CacheAccess, CheckpointPage, KvCache, PageStore, TokenWrite};
 use crate::{
     error::Error,
     events,
@@ -212,27 +212,34 @@ impl KvCache {
         [0..first, end - (kept - first)..end]
     }
 
-    /// Indices of the home pages for which a sequence takes residual pages with `tokens` more, in order.
+    /// Indices of the home pages for which a sequence takes residual pages with `tokens` more, in order: those that it keeps for a step or at a checkpoint.
     pub(super) fn new_residual_indices(
         &self,
         sequence: usize,
         tokens: usize,
     ) -> impl Iterator<Item = usize> {
         let held = self.table.pages[sequence].len();
-        let lacking = move |kept: Range<usize>| kept.start.max(held)..kept.end;
         let kept = self.residual_indices(sequence, tokens);
-        kept.into_iter().flat_map(lacking)
+        (held..kept[1].end).filter(move |home| self.keeps_residuals(&kept, *home))
     }
 
-    /// The residual pages that a sequence drops with `tokens` more; they are freed when the tokens are written.
-    pub(super) fn dropped_residual_pages(&self, sequence: usize, tokens: usize) -> &[u32] {
+    /// Whether a sequence keeps the residuals of a home page, where a step keeps those of `kept`.
+    pub(super) fn keeps_residuals(&self, kept: &[Range<usize>; 2], home: usize) -> bool {
+        kept.iter().any(|kept| kept.contains(&home)) || self.config.keeps_at_checkpoint(home)
+    }
+
+    /// The residual pages that are none of a sequence's last ones with `tokens` more: those of checkpoints stay, and the others are freed when the tokens are written.
+    pub(super) fn leaving_residual_pages(
+        &self,
+        sequence: usize,
+        tokens: usize,
+    ) -> impl Iterator<Item = CheckpointPage> {
         let first = self.table.first_held(sequence);
         let last = &self.table.residual_pages[sequence][first..];
         let [_, kept] = self.residual_indices(sequence, tokens);
-        let old = kept
-            .start
-            .saturating_sub(self.table.first_of_last(sequence));
-        &last[..old.min(last.len())]
+        let homes = self.table.first_of_last(sequence)..kept.start;
+        let leaving = homes.zip(last);
+        leaving.map(|(home, page)| CheckpointPage { home, page: *page })
     }
 
     /// The pages that an append has to copy because other sequences share them: the open page, and its residual page if it is kept.
@@ -243,8 +250,8 @@ impl KvCache {
     ) -> impl Iterator<Item = u32> {
         let home = self.shared_open_page(sequence);
         let open = self.table.pages[sequence].len().saturating_sub(1);
-        let mut kept = self.residual_indices(sequence, tokens).into_iter();
-        let is_kept = home.is_some() && kept.any(|kept| kept.contains(&open));
+        let kept = self.residual_indices(sequence, tokens);
+        let is_kept = home.is_some() && self.keeps_residuals(&kept, open);
         let residual = self.table.residual_page(sequence, open);
         home.into_iter().chain(residual.filter(|_| is_kept))
     }
@@ -265,9 +272,11 @@ impl KvCache {
                 + self.pages_to_copy(sequence, tokens).count();
             room.needed = room.needed.saturating_add(pages);
             room.tokens = room.tokens.saturating_add(tokens);
-            let own = self.dropped_residual_pages(sequence, tokens).iter();
-            let own = own.filter(|page| !self.pages.is_shared(**page));
-            room.dropped.extend(own);
+            let leaving = self.leaving_residual_pages(sequence, tokens);
+            let old = leaving.filter(|of| !self.config.keeps_at_checkpoint(of.home));
+            let own = old.map(|of| of.page);
+            room.dropped
+                .extend(own.filter(|page| !self.pages.is_shared(*page)));
         }
         sequences.sort_unstable();
         if let Some(pair) = sequences.windows(2).find(|pair| pair[0] == pair[1]) {

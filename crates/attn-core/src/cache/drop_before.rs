@@ -50,13 +50,16 @@ impl KvCache {
         let old = residuals
             .drain(of_first..of_first + of_last)
             .collect::<Vec<_>>();
+        let at_checkpoints = &mut self.table.checkpoint_pages[sequence];
+        let unseen = at_checkpoints.partition_point(|of| of.home < to);
+        let unseen: Vec<u32> = at_checkpoints.drain(..unseen).map(|of| of.page).collect();
         // What is dropped is whole tiles and pages, so that all pages of the first tile go at once.
         let of_first = residuals[..of_first].iter_mut();
         let homes = self.table.pages[sequence][from..to].iter_mut();
         let freed = homes
             .chain(of_first)
             .map(|page| std::mem::replace(page, PageTable::DROPPED));
-        for page in freed.chain(old).filter(is_kept) {
+        for page in freed.chain(unseen).chain(old).filter(is_kept) {
             self.pages.release(page);
         }
         self.table.first_tokens[sequence] = first;

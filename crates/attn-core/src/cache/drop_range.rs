@@ -14,7 +14,8 @@ impl KvCache {
     ///
     /// Pages go, and whole tiles of 64 tokens: `tokens` is cut to multiples of 64 and of the page size inside of it, and the number of tokens that were dropped is returned. The
     /// sequence has then the [`KvCache::image`] of one to which the others alone were appended, and attention its bits. Keys keep the rotary positions that the caller has given
-    /// them: further tokens and queries go on with theirs. Windows and ALiBi count the tokens that are there.
+    /// them, and are not turned: further tokens and queries go on with theirs. Windows and ALiBi count the tokens that are there. Checkpoints
+    /// ([`CacheBuilder::checkpoints`](crate::CacheBuilder::checkpoints)) behind the gap stay where it has a multiple of their distance, and are given up otherwise.
     ///
     /// # Errors
     /// [`Error::Sequence`]; [`Error::PastEnd`] for an end behind the sequence's; [`Error::Parameter`] for a range that has tokens of the first tile or page, or of a
@@ -35,7 +36,8 @@ impl KvCache {
     pub fn drop_range(&mut self, sequence: usize, tokens: Range<usize>) -> Result<usize, Error> {
         let pages = self.pages_to_drop(sequence, tokens)?;
         let dropped = pages.len() * self.config.page_size;
-        let freed: Vec<u32> = self.table.pages[sequence].drain(pages).collect();
+        let mut freed = self.drop_checkpoints(sequence, pages.clone());
+        freed.extend(self.table.pages[sequence].drain(pages));
         self.table.lens[sequence] -= dropped;
         for page in freed.into_iter().rev() {
             self.pages.release(page);

@@ -64,6 +64,11 @@ impl KvCache {
             &mut table.residual_pages,
             count,
         )?;
+        reserve(
+            "the table of checkpoints",
+            &mut table.checkpoint_pages,
+            count,
+        )?;
         reserve("the numbers of sequences", &mut table.sequences, count)?;
         reserve("the lengths", &mut table.lens, count)?;
         reserve("the first tokens", &mut table.first_tokens, count)?;
@@ -75,6 +80,7 @@ impl KvCache {
         table.sequences = (0..sequences).collect();
         table.pages.resize(sequences, Vec::new());
         table.residual_pages.resize(sequences, Vec::new());
+        table.checkpoint_pages.resize(sequences, Vec::new());
         table.lens.resize(sequences, 0);
         table.first_tokens.resize(sequences, 0);
         table.tokens_before.resize(sequences, 0);

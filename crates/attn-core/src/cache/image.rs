@@ -7,7 +7,7 @@ use crate::{
     cache_config::{CacheConfig, MAX_LAYERS},
     centres::centres_bytes,
     error::{Error, Given, refuse},
-    format::KvFormat,
+    format::{KvFormat, Window},
     layout::PageLayout,
     page_bytes::SequencePages,
     problem::MAX_TOKENS,
@@ -22,19 +22,19 @@ const VERSION: u32 = 2;
 /// Where the checksum lies in the header.
 const CHECKSUM: usize = 16;
 
-/// Zeros.
-const RESERVED: Range<usize> = 60..64;
-
 /// Whether centres of K follow the pages.
 const HAS_CENTRES: usize = 52;
 
 /// Tokens of the sequence that lie in shards ahead.
 const TOKENS_BEFORE: usize = 56;
 
+/// Residual pages that are kept at checkpoints; the indices of their home pages lie behind the tensor scales.
+const CHECKPOINT_PAGES: usize = 60;
+
 /// Where the format's name lies, filled up with zeros.
 const FORMAT: Range<usize> = 64..128;
 
-/// Where the tensor scales begin; the header ends behind them, at a multiple of [`ALIGN`].
+/// Where the tensor scales begin; the header ends behind them and the home pages of checkpoints, at a multiple of [`ALIGN`].
 const SCALES: usize = FORMAT.end;
 
 const ALIGN: usize = 64;
@@ -72,6 +72,8 @@ pub(super) struct Description {
     /// The pages of each layer.
     pages: SequencePages,
     layers: usize,
+    /// The indices of the full home pages whose residuals are kept at checkpoints, in order.
+    checkpoints: Vec<usize>,
     /// Whether centres of K follow the pages.
     centres: bool,
     /// Tokens of the sequence that lie in shards ahead.
@@ -154,8 +156,16 @@ impl<'a> SequenceImage<'a> {
     /// The pages behind each other: home pages in token order, then residual pages, of the first layer, then of the next.
     #[must_use]
     pub fn pages(&self) -> &[u8] {
-        let centres = self.bytes.len() - self.description.centres_bytes();
-        &self.bytes[self.description.header_bytes()..centres]
+        let first = self.description.header_bytes();
+        &self.bytes[first..first + self.description.pages_bytes()]
+    }
+
+    /// The residual pages that the sequence keeps at checkpoints ([`CacheConfig::checkpoints`](crate::CacheConfig::checkpoints)) behind each other, in the order of their home pages: of the
+    /// first layer, then of the next. Empty where it has none.
+    #[must_use]
+    pub fn checkpoint_pages(&self) -> &[u8] {
+        let first = self.description.header_bytes() + self.description.pages_bytes();
+        &self.bytes[first..first + self.description.checkpoints_bytes()]
     }
 
     /// The centres of K, `[layers, num_kv_heads, 2, head_dim]` in bf16 ([`centres`](crate::centres)); empty for the image of a cache without. Those that the tokens
@@ -172,9 +182,15 @@ impl<'a> SequenceImage<'a> {
 
 impl Description {
     /// The description of these pages of a cache with this configuration.
-    pub fn new(pages: SequencePages, tokens_before: usize, config: &CacheConfig) -> Self {
+    pub fn new(
+        pages: SequencePages,
+        checkpoints: Vec<usize>,
+        tokens_before: usize,
+        config: &CacheConfig,
+    ) -> Self {
         Description {
             pages,
+            checkpoints,
             layers: config.layers,
             centres: config.centres,
             tokens_before,
@@ -190,8 +206,29 @@ impl Description {
         self.tokens_before
     }
 
+    /// The indices of the home pages whose residuals are kept at checkpoints.
+    pub fn checkpoints(&self) -> &[usize] {
+        &self.checkpoints
+    }
+
     pub fn header_bytes(&self) -> usize {
-        header_bytes(self.tensor_scales.iter().map(Vec::len).sum())
+        let scales: usize = self.tensor_scales.iter().map(Vec::len).sum();
+        header_bytes(scales + self.checkpoints.len())
+    }
+
+    /// Bytes of all layers' home pages and residual pages, but for those of checkpoints; saturates beyond those of any memory.
+    pub fn pages_bytes(&self) -> usize {
+        self.bytes_of(self.pages.count())
+    }
+
+    /// Bytes of all layers' residual pages of checkpoints.
+    pub fn checkpoints_bytes(&self) -> usize {
+        self.bytes_of(self.checkpoints.len())
+    }
+
+    fn bytes_of(&self, pages: usize) -> usize {
+        let size = self.pages.layout().page_bytes();
+        pages.saturating_mul(size).saturating_mul(self.layers)
     }
 
     /// Bytes of all layers' centres of K.
@@ -207,10 +244,8 @@ impl Description {
 
     /// Bytes of the image; saturates beyond those of any memory.
     pub fn bytes(&self) -> usize {
-        let size = self.pages.layout().page_bytes();
-        let pages = self.pages.count().saturating_mul(size);
-        pages
-            .saturating_mul(self.layers)
+        self.pages_bytes()
+            .saturating_add(self.checkpoints_bytes())
             .saturating_add(self.centres_bytes())
             .saturating_add(self.header_bytes())
     }
@@ -231,6 +266,7 @@ impl Description {
             (48, self.pages.residuals()),
             (HAS_CENTRES, usize::from(self.centres)),
             (TOKENS_BEFORE, self.tokens_before),
+            (CHECKPOINT_PAGES, self.checkpoints.len()),
         ];
         for (at, word) in words {
             image[at..at + 4].copy_from_slice(&(word as u32).to_le_bytes());
@@ -239,8 +275,11 @@ impl Description {
         let name = layout.format().to_string();
         image[FORMAT][..name.len()].copy_from_slice(name.as_bytes());
         let places = image[SCALES..header].chunks_exact_mut(4);
-        for (place, scale) in places.zip(self.tensor_scales.iter().flatten()) {
-            place.copy_from_slice(&scale.to_le_bytes());
+        let scales = self.tensor_scales.iter().flatten();
+        let homes = self.checkpoints.iter().map(|home| *home as u32);
+        let words = scales.map(|scale| scale.to_bits()).chain(homes);
+        for (place, word) in places.zip(words) {
+            place.copy_from_slice(&word.to_le_bytes());
         }
         let sum = checksum(image);
         image[CHECKSUM..CHECKSUM + 8].copy_from_slice(&sum.to_le_bytes());
@@ -261,13 +300,6 @@ impl Description {
                 "the version of a sequence's image",
                 version,
                 "2, whose pages have the residuals of the first tile; save the sequence with this version of the library",
-            );
-        }
-        if image[RESERVED].iter().any(|byte| *byte != 0) {
-            return refuse(
-                "a reserved part of the header of a sequence's image",
-                format_args!("{:02x?}", &image[RESERVED]),
-                "zeros; the image is damaged or of a later version, save the sequence again",
             );
         }
         let number = |at: usize| word(image, at) as usize;
@@ -300,31 +332,68 @@ impl Description {
         let has_scales = [format.k, format.v].map(|scheme| scheme.has_tensor_scale());
         let count = layers.min(MAX_LAYERS) * layout.num_kv_heads();
         let scales = has_scales.iter().filter(|has| **has).count() * count;
-        let header = header_bytes(scales);
+        let checkpoints = number(CHECKPOINT_PAGES);
+        let most = match format.window() {
+            Window::None => 0,
+            _ => home,
+        };
+        if checkpoints > most {
+            return refuse(
+                "the residual pages at checkpoints of a sequence's image",
+                checkpoints,
+                "at most as many as its home pages, and 0 for a format without a window; the image is damaged, save the sequence again",
+            );
+        }
+        let header = header_bytes(scales + checkpoints);
         // Compared before there is memory for the scales.
         if !(1..=MAX_LAYERS).contains(&layers) || number(12) != header || image.len() < header {
             return refuse(
                 "the header of a sequence's image",
                 format_args!("{} bytes, {layers} layers", number(12)),
-                "1 to 1024 layers, and as many bytes as the format has tensor scales; the image is damaged, save the sequence again",
+                "1 to 1024 layers, and as many bytes as there are tensor scales and pages at checkpoints; the image is damaged, save the sequence again",
             );
         }
         let mut description = Description {
             pages: SequencePages::new(layout, tokens as usize, num_pages)?,
+            checkpoints: vec![0; checkpoints],
             layers,
             centres,
             tokens_before,
             tensor_scales: has_scales.map(|has| vec![1.0; if has { count } else { 0 }]),
         };
         description.check_size(image)?;
-        let (scales, _) = image[SCALES..].as_chunks();
+        let (words, _) = image[SCALES..header].as_chunks();
+        let mut words = words.iter().map(|word| u32::from_le_bytes(*word));
         let places = description.tensor_scales.iter_mut().flatten();
-        for (place, scale) in places.zip(scales) {
-            *place = f32::from_le_bytes(*scale);
+        for (place, scale) in places.zip(&mut words) {
+            *place = f32::from_bits(scale);
         }
+        for (place, home) in description.checkpoints.iter_mut().zip(words) {
+            *place = home as usize;
+        }
+        description.check_checkpoints()?;
         let [k, v] = &description.tensor_scales;
         format.check_scales([k, v], count)?;
         Ok(description)
+    }
+
+    /// Refuses home pages of checkpoints that no sequence has beside its other residual pages.
+    fn check_checkpoints(&self) -> Result<(), Error> {
+        let homes = self.pages.without_residuals();
+        let mut next = homes.start;
+        let wrong = self.checkpoints.iter().find(|home| {
+            let is_right = (next..homes.end).contains(home);
+            next = **home + 1;
+            !is_right
+        });
+        match wrong {
+            None => Ok(()),
+            Some(home) => refuse(
+                "a home page at a checkpoint of a sequence's image",
+                *home,
+                "pages between the first ones and the last ones that have residuals, in order; the image is damaged, save the sequence again",
+            ),
+        }
     }
 
     /// Compares the image's size with what the header asks for.
@@ -387,9 +456,9 @@ impl Description {
     }
 }
 
-/// Bytes of a header with so many tensor scales.
-fn header_bytes(scales: usize) -> usize {
-    (SCALES + 4 * scales).next_multiple_of(ALIGN)
+/// Bytes of a header with so many tensor scales and home pages of checkpoints.
+fn header_bytes(words: usize) -> usize {
+    (SCALES + 4 * words).next_multiple_of(ALIGN)
 }
 
 /// The format that a header names.

@@ -15,6 +15,9 @@ pub struct PageTable {
     /// Residual pages of each sequence, in the order of their home pages: those of its first [`PageTable::first_residual_pages`] home pages, where it has so many,
     /// [`PageTable::DROPPED`] in place of freed ones; then those of its last home pages, each once. [`PageTable::residual_page`] finds one.
     pub residual_pages: Vec<Vec<u32>>,
+    /// Residual pages of each sequence that it keeps at checkpoints ([`CacheConfig::checkpoints`](crate::CacheConfig::checkpoints)), in the order of their home pages, which lie behind the first
+    /// ones and before the last ones: no step reads them, and [`PageTable::residual_page`] finds none. Empty in the table of some of a cache's sequences.
+    pub checkpoint_pages: Vec<Vec<CheckpointPage>>,
     /// Home pages that hold a sequence's first tile and keep their residuals for good ([`KvFormat::first_residual_pages`]).
     pub first_residual_pages: usize,
     /// The sequence of the cache that each one is, whose centres of K it has ([`CacheConfig::centres`](crate::CacheConfig::centres)).
@@ -25,6 +28,15 @@ pub struct PageTable {
     pub first_tokens: Vec<usize>,
     /// Tokens of each sequence that lie in shards ahead ([`KvCache::begin_shard`](super::KvCache::begin_shard)); 0 where it begins here.
     pub tokens_before: Vec<usize>,
+}
+
+/// The residual page of a home page that has left a sequence's last ones, kept for a truncation ([`CacheConfig::checkpoints`](crate::CacheConfig::checkpoints)).
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct CheckpointPage {
+    /// The index of the home page among the sequence's.
+    pub home: usize,
+    /// The page that has its residuals.
+    pub page: u32,
 }
 
 impl PageTable {
@@ -142,6 +154,18 @@ impl PageTable {
                 slots[slot] = page;
             }
         }
+    }
+
+    /// The residual pages that a sequence keeps at checkpoints; none in a table without any.
+    pub(crate) fn at_checkpoints(&self, b: usize) -> &[CheckpointPage] {
+        self.checkpoint_pages.get(b).map_or(&[], |pages| pages)
+    }
+
+    /// Whether sequence `b` has the residuals of home page `home`, be it for a step or for a truncation.
+    pub(super) fn has_residuals(&self, b: usize, home: usize) -> bool {
+        let kept = self.at_checkpoints(b);
+        self.residual_page(b, home).is_some()
+            || kept.binary_search_by_key(&home, |kept| kept.home).is_ok()
     }
 
     /// The residual pages of a sequence: none in a table without any.

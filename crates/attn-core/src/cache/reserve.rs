@@ -2,7 +2,7 @@
 //! [`KvCache::cancel_step`] takes all of it back.
 
 use super::{
-    Append, CacheAccess, KvCache, PageStore, TokenWrite, append::Admitted,
+    Append, CacheAccess, CheckpointPage, KvCache, PageStore, TokenWrite, append::Admitted,
     centres::write_with_centres,
 };
 use crate::{
@@ -56,6 +56,8 @@ struct Grown {
     reservation: Reservation,
     /// Its residual pages before the step.
     residual_pages: Vec<u32>,
+    /// Those at checkpoints before the step.
+    checkpoint_pages: Vec<CheckpointPage>,
     /// Those that it no longer keeps, freed at the end of the step.
     dropped: Vec<u32>,
 }
@@ -425,24 +427,20 @@ impl KvCache {
 
     /// Enters a sequence's pages and length into the table.
     fn enter(&mut self, r: Reservation) -> Grown {
-        let first = self.table.first_held(r.sequence);
-        let old = self.dropped_residual_pages(r.sequence, r.tokens).len();
-        let (pages, residuals) = (
-            &mut self.table.pages[r.sequence],
-            &mut self.table.residual_pages[r.sequence],
-        );
-        let residual_pages = residuals.clone();
+        let table = &mut self.table;
+        let checkpoint_pages = table.checkpoint_pages[r.sequence].clone();
+        let residual_pages = table.residual_pages[r.sequence].clone();
         for &[from, to] in &r.copied {
-            replace(pages.iter_mut().chain(residuals.iter_mut()), from, to);
+            let homes = table.pages[r.sequence].iter_mut();
+            replace(homes.chain(&mut table.residual_pages[r.sequence]), from, to);
         }
-        let dropped = residuals.drain(first..first + old).collect();
-        pages.extend(&r.pages);
-        // A sequence that takes pages for its first tile has no others yet, so that the list stays in order.
-        residuals.extend(&r.residual_pages);
+        let dropped = self.enter_residuals(r.sequence, r.tokens, &r.residual_pages);
+        self.table.pages[r.sequence].extend(&r.pages);
         self.table.lens[r.sequence] += r.tokens;
         Grown {
             reservation: r,
             residual_pages,
+            checkpoint_pages,
             dropped,
         }
     }
@@ -468,6 +466,7 @@ impl KvCache {
                 replace(pages.iter_mut(), to, from);
             }
             self.table.residual_pages[r.sequence] = grown.residual_pages;
+            self.table.checkpoint_pages[r.sequence] = grown.checkpoint_pages;
             self.table.lens[r.sequence] -= r.tokens;
             self.give_back(r);
         }
@@ -539,12 +538,12 @@ impl<'a> Places<'a> {
         for (i, page) in indices.zip(&reserved.residual_pages) {
             residuals[i - held] = Some(*page);
         }
-        let mut kept = cache.residual_indices(sequence, tokens).into_iter();
+        let kept = cache.residual_indices(sequence, tokens);
         Places {
             cache,
             reserved,
             residuals,
-            keeps_open: kept.any(|kept| kept.contains(&held.saturating_sub(1))),
+            keeps_open: cache.keeps_residuals(&kept, held.saturating_sub(1)),
         }
     }
 

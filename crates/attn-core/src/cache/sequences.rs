@@ -52,6 +52,7 @@ impl<'a> CacheLayer<'a> {
             table: PageTable {
                 pages: of(&all.pages),
                 residual_pages: of(&all.residual_pages),
+                checkpoint_pages: Vec::new(),
                 sequences: sequences.to_vec(),
                 lens: numbers_of(&all.lens),
                 first_tokens: numbers_of(&all.first_tokens),

@@ -4,17 +4,29 @@
 use std::ops::Range;
 
 use super::{
-    CacheAccess, KvCache, SequenceImage, append::check_len, centres::check_elements,
-    image::Description,
+    CacheAccess, CheckpointPage, KvCache, SequenceImage, append::check_len,
+    centres::check_elements, image::Description,
 };
 use crate::{
     error::{Error, filled, refuse, reserve},
     page_bytes::SequencePages,
 };
 
+/// The residual pages at checkpoints that a sequence gets from an image.
+#[derive(Default)]
+struct AtCheckpoints<'a> {
+    /// The place of each among those of a layer, and its home page.
+    places: Vec<(usize, usize)>,
+    /// Bytes of all that the image has of a layer.
+    layer_bytes: usize,
+    /// Those of the first layer, then of the next.
+    bytes: &'a [u8],
+}
+
 impl KvCache {
     /// A sequence as one block of bytes, to be restored into this or another cache of the same format and shape, on any backend: home pages, then
-    /// the residual pages that the next tokens read, unwritten bytes zeroed, of the first layer, then of the next; last the centres of K, of a cache that has some. A sequence with dropped tokens is
+    /// the residual pages that the next tokens read, unwritten bytes zeroed, of the first layer, then of the next; then the residual pages that it keeps at checkpoints
+    /// ([`CacheBuilder::checkpoints`](crate::CacheBuilder::checkpoints)), so that it goes back to them after a restore, too; last the centres of K, of a cache that has some. A sequence with dropped tokens is
     /// refused, as their pages are gone, and so is one with tokens of an open step.
     ///
     /// # Errors
@@ -48,8 +60,10 @@ impl KvCache {
             });
         }
         let bytes = &mut out[description.header_bytes()..];
-        let (pages, centres) = bytes.split_at_mut(bytes.len() - description.centres_bytes());
+        let (pages, rest) = bytes.split_at_mut(description.pages_bytes());
+        let (at_checkpoints, centres) = rest.split_at_mut(description.checkpoints_bytes());
         self.read_pages(sequence, description.pages(), 0..self.config.layers, pages)?;
+        self.read_checkpoints(sequence, description.pages(), at_checkpoints)?;
         self.read_all_centres(sequence, centres)?;
         description.write_header(out);
         Ok(())
@@ -93,7 +107,9 @@ impl KvCache {
     fn description(&self, sequence: usize) -> Result<Description, Error> {
         let held = self.pages_held(sequence)?;
         let before = self.table.tokens_before[sequence];
-        Ok(Description::new(held, before, &self.config))
+        let checkpoints = self.checkpoints_before(sequence, held.without_residuals().end);
+        let homes = checkpoints.iter().map(|of| of.home).collect();
+        Ok(Description::new(held, homes, before, &self.config))
     }
 
     /// The pages to save of a sequence: its home pages, and the residual pages that any run of so many tokens keeps.
@@ -133,7 +149,27 @@ impl KvCache {
         Ok(())
     }
 
-    /// Fills an empty sequence with an image that this or another cache gave.
+    /// Reads the residual pages that a sequence keeps at checkpoints, of all layers, unwritten bytes zeroed.
+    fn read_checkpoints(
+        &self,
+        sequence: usize,
+        held: &SequencePages,
+        out: &mut [u8],
+    ) -> Result<(), Error> {
+        let pages = self.checkpoints_before(sequence, held.without_residuals().end);
+        let pages: Vec<u32> = pages.iter().map(|of| of.page).collect();
+        let size = self.layout.page_bytes();
+        let layers = out.chunks_exact_mut((pages.len() * size).max(1));
+        for (layer, out) in layers.enumerate() {
+            self.store
+                .read_pages(&CacheAccess::here()?, layer, &pages, out)?;
+            self.layout.canonical_residuals(out);
+        }
+        Ok(())
+    }
+
+    /// Fills an empty sequence with an image that this or another cache gave. Of its residual pages at checkpoints the sequence gets those that this cache keeps, too
+    /// ([`CacheConfig::checkpoints`](crate::CacheConfig::checkpoints)).
     ///
     /// # Errors
     /// [`Error::Sequence`]; [`Error::NotEmpty`]; [`Error::ImageMismatch`] for the image of another kind of cache, by
@@ -143,12 +179,21 @@ impl KvCache {
         self.check_restore(sequence)?;
         let description = image.description();
         description.check_cache(&self.config)?;
-        self.pages.check_room(description.pages().count())?;
+        let homes = description.checkpoints().iter().copied().enumerate();
+        let places = homes.filter(|(_, home)| self.config.keeps_at_checkpoint(*home));
+        let at_checkpoints = AtCheckpoints {
+            places: places.collect(),
+            layer_bytes: description.checkpoints().len() * self.layout.page_bytes(),
+            bytes: image.checkpoint_pages(),
+        };
+        self.pages
+            .check_room(description.pages().count() + at_checkpoints.places.len())?;
         check_elements("a centre of K of a sequence's image", image.centres())?;
         self.fill(
             sequence,
             description.pages(),
             image.pages(),
+            &at_checkpoints,
             image.centres(),
         )?;
         self.table.tokens_before[sequence] = description.tokens_before();
@@ -186,7 +231,7 @@ impl KvCache {
         let size = pages.len() * self.layout.page_bytes();
         reserve("the pages of a sequence", &mut bytes, size)?;
         pages.iter().for_each(|page| bytes.extend_from_slice(page));
-        self.fill(sequence, &held, &bytes, &[])
+        self.fill(sequence, &held, &bytes, &AtCheckpoints::default(), &[])
     }
 
     fn check_restore(&self, sequence: usize) -> Result<(), Error> {
@@ -200,19 +245,23 @@ impl KvCache {
         sequence: usize,
         held: &SequencePages,
         bytes: &[u8],
+        at_checkpoints: &AtCheckpoints<'_>,
         centres: &[u8],
     ) -> Result<(), Error> {
         let size = self.layout.page_bytes();
         let layers = || bytes.chunks_exact((held.count() * size).max(1));
         layers().try_for_each(|bytes| held.check(bytes.chunks_exact(size)))?;
-        let taken = (0..held.count())
+        let taken = (0..held.count() + at_checkpoints.places.len())
             .map(|_| self.pages.take())
             .collect::<Result<Vec<u32>, _>>()?;
+        let (pages, kept) = taken.split_at(held.count());
         let written = layers().enumerate().try_for_each(|(layer, bytes)| {
             self.store
-                .write_pages(&CacheAccess::here()?, layer, &taken, bytes)
+                .write_pages(&CacheAccess::here()?, layer, pages, bytes)
         });
-        let written = written.and_then(|()| self.write_all_centres(sequence, centres));
+        let written = written
+            .and_then(|()| self.write_checkpoints(at_checkpoints, kept))
+            .and_then(|()| self.write_all_centres(sequence, centres));
         if written.is_err() {
             taken
                 .into_iter()
@@ -220,11 +269,36 @@ impl KvCache {
                 .for_each(|page| self.pages.release(page));
             return written;
         }
-        let (home, residuals) = taken.split_at(held.home());
+        let (home, residuals) = pages.split_at(held.home());
+        let kept = at_checkpoints.places.iter().zip(kept);
+        let kept = kept.map(|(&(_, home), &page)| CheckpointPage { home, page });
+        self.table.checkpoint_pages[sequence] = kept.collect();
         self.table.residual_pages[sequence] = residuals.to_vec();
         self.table.pages[sequence] = home.to_vec();
         self.table.lens[sequence] = held.tokens();
         self.table.tokens_before[sequence] = 0;
+        Ok(())
+    }
+
+    /// Writes an image's residual pages at checkpoints to as many pages, in all layers.
+    fn write_checkpoints(
+        &mut self,
+        AtCheckpoints {
+            places,
+            layer_bytes,
+            bytes,
+        }: &AtCheckpoints<'_>,
+        pages: &[u32],
+    ) -> Result<(), Error> {
+        let size = self.layout.page_bytes();
+        let layers = bytes.chunks_exact((*layer_bytes).max(1)).enumerate();
+        for (layer, bytes) in layers {
+            for ((place, _), page) in places.iter().zip(pages) {
+                let bytes = &bytes[place * size..][..size];
+                self.store
+                    .write_page(&CacheAccess::here()?, layer, *page, bytes)?;
+            }
+        }
         Ok(())
     }
 

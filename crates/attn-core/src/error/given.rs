@@ -114,18 +114,6 @@ impl fmt::Display for Many {
     }
 }
 
-/// So many of a thing, or fewer.
-pub(super) struct OrFewer(pub usize);
-
-impl fmt::Display for OrFewer {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self.0 {
-            0 => f.write_str("0"),
-            n => write!(f, "{} or fewer", Count(n)),
-        }
-    }
-}
-
 /// Where an element lies in what a call was given.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum ElementIndex {

@@ -7,7 +7,8 @@ use std::fmt;
 pub enum TruncateLimit {
     /// Tokens in front were dropped ([`KvCache::drop_before`](crate::KvCache::drop_before)).
     Dropped,
-    /// The tokens that come next would read residuals that the cache no longer has; formats with a window keep those of the first tile and of the newest tokens alone.
+    /// The tokens that come next would read residuals that the cache no longer has; formats with a window keep those of the first tile, of the newest tokens, and at
+    /// checkpoints ([`CacheBuilder::checkpoints`](crate::CacheBuilder::checkpoints)) alone.
     Residuals,
 }
 
@@ -15,7 +16,7 @@ impl fmt::Display for TruncateLimit {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             TruncateLimit::Dropped => "the tokens in front were dropped",
-            TruncateLimit::Residuals => "the format keeps residuals of the first and of the newest tokens alone, and the tokens that come next read those just before them",
+            TruncateLimit::Residuals => "the tokens that come next read residuals just before them, which are kept of the first and of the newest tokens, and at the checkpoints that a cache is made with (`checkpoints`)",
         })
     }
 }
