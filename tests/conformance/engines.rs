@@ -18,6 +18,10 @@ pub fn add(mut trials: Trials<Box<dyn DecodeAttention>>) -> Trials<Box<dyn Decod
         trials = trials.test(name, move |backend| chosen(&**backend, format));
         let name = format!("{format}: drafts that are taken back leave no trace");
         trials = trials.test(name, move |backend| drafts(&**backend, format));
+        let name = format!(
+            "{format}: a fork that goes back to a checkpoint is a run that was never longer"
+        );
+        trials = trials.test(name, move |backend| resumed(&**backend, format));
         let name = format!("{format}: a sequence is itself in another slot and another cache");
         trials = trials.test(name, move |backend| moved(&**backend, format));
         let name = format!("{format}: images that do not fit are refused and change nothing");
@@ -269,4 +273,74 @@ fn drafts(backend: &dyn DecodeAttention, format: &str) {
             return;
         }
     }
+}
+
+/// As a radix tree does: a text that has a prefix in common with a longer one goes on from a checkpoint of this.
+fn resumed(backend: &dyn DecodeAttention, format: &str) {
+    const PREFIX: usize = 512;
+    let row = 2 * 64;
+    let [k, v] = [1, 2].map(|seed| noise(seed, 900 * row));
+    let [other_k, other_v] = [3, 4].map(|seed| noise(seed, 300 * row));
+    let mut one = case(format, &[900, 900, 900]);
+    let mut config = one.config();
+    config.checkpoints = 256;
+    config.num_pages = 3 * config.pages_for(900);
+    let mut cache = backend.create_cache(&config).unwrap();
+    let mut at = 0;
+    for next in [1, 300, 301, 860, 900] {
+        let new = at * row..next * row;
+        cache.append(0, &k[new.clone()], &v[new]).unwrap();
+        at = next;
+    }
+    let mut cold = backend.create_cache(&config).unwrap();
+    cold.append(0, &k, &v).unwrap();
+    let prefix = PREFIX * row;
+    cold.append(1, &k[..prefix], &v[..prefix]).unwrap();
+    cache.fork(0, 1).unwrap();
+    assert_eq!(
+        cache.longest_prefix(1, 700).unwrap(),
+        if format == "int8" { 700 } else { PREFIX }
+    );
+    cache.truncate(1, PREFIX).unwrap();
+    let mut compare = |cache: &KvCache, cold: &KvCache, q_len: usize| {
+        for b in [0, 1] {
+            let images = [cache, cold].map(|cache| cache.image(b).unwrap());
+            assert!(images[0] == images[1], "sequence {b}");
+            one.problem.kv_lens = vec![cache.table().lens[b]];
+            one.problem.q_lens = vec![q_len];
+            let q = &one.q()[..q_len * 8 * 64];
+            let [got, want] = [cache, cold].map(|cache| {
+                let sequences = cache.sequences(&[b]).unwrap();
+                decode_rows(backend, &one, q, KvSource::Sequences(&sequences)).unwrap()
+            });
+            for (what, got, want) in [("out", &got.0, &want.0), ("lse", &got.1, &want.1)] {
+                assert_eq!(first_difference(what, got, want), None, "sequence {b}");
+            }
+        }
+    };
+    compare(&cache, &cold, 1);
+    compare(&cache, &cold, 64);
+    let mut at = 0;
+    for next in [1, 40, 300] {
+        let new = at * row..next * row;
+        for cache in [&mut cache, &mut cold] {
+            cache
+                .append(1, &other_k[new.clone()], &other_v[new.clone()])
+                .unwrap();
+        }
+        compare(&cache, &cold, (next - at).min(64));
+        at = next;
+    }
+    // From cache to cache, and back to a checkpoint there.
+    let image = cache.image(1).unwrap();
+    for (cache, image) in [(&mut cold, &image), (&mut cache, &image)] {
+        cache.free_sequence(0).unwrap();
+        cache.restore(0, image).unwrap();
+        cache.truncate(0, 256).unwrap();
+    }
+    compare(&cache, &cold, 1);
+    for sequence in [0, 1] {
+        cache.free_sequence(sequence).unwrap();
+    }
+    assert_eq!(cache.free_pages(), config.num_pages);
 }

@@ -12,7 +12,7 @@
 #include <stdint.h>
 
 // Version of this interface's types and functions. A program and the library that it runs with have the same.
-#define ATTN_ABI_VERSION 4
+#define ATTN_ABI_VERSION 5
 
 // attn_cache_stats.saturated of a cache whose numbers are not counted: rows in device memory were appended to it.
 #define ATTN_NOT_COUNTED UINT64_MAX
@@ -160,6 +160,9 @@ typedef struct attn_cache_config {
   size_t q_heads;
   // Whether each sequence's keys are stored without what they have in common; 0: for int8, int8/int4 and int4; 1: yes, refused for other formats; 2: no.
   size_t centres;
+  // Formats that keep the newest tokens finer, such as int4: tokens after which, again and again, a sequence keeps what attn_cache_truncate needs to leave it so long, a
+  // multiple of 64 and of page_size; attn_cache_stats.checkpoint_bytes says what that takes. 0: none. Other formats are truncated to any length.
+  size_t checkpoints;
 } attn_cache_config;
 
 // The state of a cache's pool, and what has become of the numbers in it.
@@ -176,6 +179,8 @@ typedef struct attn_cache_stats {
   // How uneven the channels of the keys are: their mean square over that of the middle channel, in the worst head that the cache has looked at. Models
   // without biases of K have 1 to 4; at more than 10, 4 and 8 bits store the keys badly. 0 before a sequence has 128 tokens.
   double key_outliers;
+  // Bytes that a sequence takes in all layers for each of its checkpoints (attn_cache_config.checkpoints); 0 without.
+  size_t checkpoint_bytes;
 } attn_cache_stats;
 
 // Another engine's cache: pages of rows of bf16, f16, fp8 (e4m3) or int8, such as [pages][tokens][kv_heads][head_dim] and
@@ -568,10 +573,22 @@ void attn_cache_destroy(struct attn_cache *cache);
 // Needs: cache has not been destroyed.
 enum attn_status attn_cache_fork(struct attn_cache *cache, size_t from, size_t to);
 
-// Takes tokens from a sequence's end, such as those of a rejected draft, so that tokens are left.
+// Takes tokens from a sequence's end, such as those of a rejected draft, so that tokens are left. Formats that keep the newest tokens finer, such as int4, go back by the
+// tokens of the last append, to the first 64 or fewer, and to checkpoints (attn_cache_config.checkpoints); attn_cache_longest_prefix says how far from the length that is asked for.
 //
 // Needs: cache has not been destroyed.
-enum attn_status attn_cache_truncate(struct attn_cache *cache, size_t sequence, size_t tokens);
+enum attn_status attn_cache_truncate(struct attn_cache *cache,
+                                     size_t sequence,
+                                     size_t tokens);
+
+// The most tokens, tokens at most, that attn_cache_truncate can leave of a sequence: where to go on from to have its first tokens again. To keep the sequence, fork it and
+// truncate the fork.
+//
+// Needs: cache has not been destroyed; longest is writable.
+enum attn_status attn_cache_longest_prefix(const struct attn_cache *cache,
+                                           size_t sequence,
+                                           size_t tokens,
+                                           size_t *longest);
 
 // Frees the pages of a sequence's tokens before token, which no window sees any more; its length, its positions and its bits stay. After a step of
 // a layer with a window, token is at most length - window + 1. Pages go by whole tiles of 64 tokens, in all layers. Queries that see a dropped token

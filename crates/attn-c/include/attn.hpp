@@ -113,6 +113,11 @@ public:
 
     void fork(std::size_t from, std::size_t to) { check(attn_cache_fork(get(), from, to)); }
     void truncate(std::size_t sequence, std::size_t tokens) { check(attn_cache_truncate(get(), sequence, tokens)); }
+    std::size_t longest_prefix(std::size_t sequence, std::size_t tokens) const {
+        std::size_t longest = 0;
+        check(attn_cache_longest_prefix(get(), sequence, tokens, &longest));
+        return longest;
+    }
     void drop_before(std::size_t sequence, std::size_t token) { check(attn_cache_drop_before(get(), sequence, token)); }
     std::size_t drop_range(std::size_t sequence, std::size_t first, std::size_t end) {
         std::size_t dropped = 0;

@@ -45,6 +45,9 @@ pub struct CacheConfig {
     pub q_heads: usize,
     /// Whether each sequence's keys are stored without what they have in common; 0: for int8, int8/int4 and int4; 1: yes, refused for other formats; 2: no.
     pub centres: usize,
+    /// Formats that keep the newest tokens finer, such as int4: tokens after which, again and again, a sequence keeps what attn_cache_truncate needs to leave it so long, a
+    /// multiple of 64 and of page_size; attn_cache_stats.checkpoint_bytes says what that takes. 0: none. Other formats are truncated to any length.
+    pub checkpoints: usize,
 }
 
 /// attn_cache_stats.saturated of a cache whose numbers are not counted: rows in device memory were appended to it.
@@ -66,6 +69,8 @@ pub struct CacheStats {
     /// How uneven the channels of the keys are: their mean square over that of the middle channel, in the worst head that the cache has looked at. Models
     /// without biases of K have 1 to 4; at more than 10, 4 and 8 bits store the keys badly. 0 before a sequence has 128 tokens.
     pub key_outliers: f64,
+    /// Bytes that a sequence takes in all layers for each of its checkpoints (attn_cache_config.checkpoints); 0 without.
+    pub checkpoint_bytes: usize,
 }
 
 /// Tokens for a sequence.
@@ -112,6 +117,7 @@ unsafe fn describe(given: &CacheConfig) -> Result<Description, Failure> {
     if given.max_q_len > 0 {
         builder = builder.max_q_len(given.max_q_len);
     }
+    builder = builder.checkpoints(given.checkpoints);
     builder = match given.centres {
         0 => builder,
         1 => builder.centres(true),
@@ -197,7 +203,8 @@ pub unsafe extern "C" fn attn_cache_fork(cache: *mut Cache, from: usize, to: usi
     unsafe { on_cache(cache, |_, session| Ok(session.fork(from, to)?)) }
 }
 
-/// Takes tokens from a sequence's end, such as those of a rejected draft, so that `tokens` are left.
+/// Takes tokens from a sequence's end, such as those of a rejected draft, so that `tokens` are left. Formats that keep the newest tokens finer, such as int4, go back by the
+/// tokens of the last append, to the first 64 or fewer, and to checkpoints (attn_cache_config.checkpoints); attn_cache_longest_prefix says how far from the length that is asked for.
 ///
 /// # Safety
 /// `cache` has not been destroyed.
@@ -209,6 +216,28 @@ pub unsafe extern "C" fn attn_cache_truncate(
 ) -> Status {
     // SAFETY: this function's contract.
     unsafe { on_cache(cache, |_, session| Ok(session.truncate(sequence, tokens)?)) }
+}
+
+/// The most tokens, `tokens` at most, that attn_cache_truncate can leave of a sequence: where to go on from to have its first `tokens` again. To keep the sequence, fork it and
+/// truncate the fork.
+///
+/// # Safety
+/// `cache` has not been destroyed; `longest` is writable.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn attn_cache_longest_prefix(
+    cache: *const Cache,
+    sequence: usize,
+    tokens: usize,
+    longest: *mut usize,
+) -> Status {
+    let work = |_: &attn::Device, session: &mut Session| {
+        let found = session.longest_prefix(sequence, tokens)?;
+        // SAFETY: this function's contract.
+        *unsafe { place("longest", longest) }? = found;
+        Ok(())
+    };
+    // SAFETY: this function's contract.
+    unsafe { on_cache(cache, work) }
 }
 
 /// Frees the pages of a sequence's tokens before `token`, which no window sees any more; its length, its positions and its bits stay. After a step of
@@ -305,6 +334,7 @@ pub unsafe extern "C" fn attn_cache_get_stats(
             free_pages: session.free_pages(),
             saturated: session.saturated().unwrap_or(ATTN_NOT_COUNTED),
             key_outliers: session.key_outliers().map_or(0.0, f64::from),
+            checkpoint_bytes: session.config().checkpoint_bytes()?,
         };
         Ok(())
     };

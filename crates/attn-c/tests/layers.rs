@@ -45,6 +45,7 @@ fn stats(handles: &Handles) -> CacheStats {
         free_pages: 0,
         saturated: ATTN_NOT_COUNTED,
         key_outliers: -1.0,
+        checkpoint_bytes: 1,
     };
     // SAFETY: as above.
     let status = unsafe { attn_cache_get_stats(handles.cache, &mut stats) };
@@ -299,4 +300,36 @@ fn a_window_keeps_its_bits_when_the_tokens_before_it_are_dropped() {
     // SAFETY: the arguments are this function's own.
     let status = unsafe { attn_cache_save(handles.cache, 0, ptr::null_mut(), 0, &mut needed) };
     refused(status, Status::Shape, "192");
+}
+
+/// Kills an option that does not reach the cache, and a number that is not its longest prefix.
+#[test]
+fn a_sequence_goes_back_to_a_checkpoint() {
+    for (checkpoints, longest, pages) in [(0, 64, 0), (128, 256, 2)] {
+        let handles = Handles::of(&CacheConfig {
+            format: c"int4".as_ptr(),
+            max_tokens: 700,
+            checkpoints,
+            ..config()
+        });
+        let row = vec![0.5; 700 * ROW];
+        let appended = handles.append(&[one(0, 700)], &tokens(&row, &row));
+        said(appended);
+        let of = stats(&handles);
+        assert_eq!(of.checkpoint_bytes, pages * of.page_bytes);
+        let mut found = 0;
+        // SAFETY: the arguments are this function's own.
+        let status = unsafe { attn_cache_longest_prefix(handles.cache, 0, 300, &mut found) };
+        said(status);
+        assert_eq!(found, longest);
+        // SAFETY: as above.
+        let truncate = |tokens| unsafe { attn_cache_truncate(handles.cache, 0, tokens) };
+        let sentence = format!("can be truncated to {longest} or to ");
+        refused(truncate(300), Status::Shape, &sentence);
+        said(truncate(longest));
+        assert_eq!(handles.len(0), longest);
+        // SAFETY: NULL is refused by name.
+        let status = unsafe { attn_cache_longest_prefix(handles.cache, 0, 3, ptr::null_mut()) };
+        refused(status, Status::Parameter, "longest is NULL");
+    }
 }

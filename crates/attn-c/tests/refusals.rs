@@ -100,6 +100,8 @@ fn descriptions_that_no_cache_has_are_refused() {
         Status::Parameter,
         "centres of K is those of a cache of bf16",
     );
+    let status = create(&|config| config.checkpoints = 100);
+    refused(status, Status::Parameter, "checkpoints is 100; allowed: ");
     let status = create(&|config| config.kv_heads = usize::MAX);
     refused(status, Status::Parameter, "num_kv_heads is ");
 }

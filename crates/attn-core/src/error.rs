@@ -297,7 +297,7 @@ pub enum Error {
     },
     /// A truncation to fewer tokens than the sequence can go back to.
     #[error(
-        "sequence {sequence} has {tokens} tokens and cannot be truncated to {given}, only to {longest_prefix}, or to {least}: {limit}. Truncate to {longest_prefix} and append \
+        "sequence {sequence} has {tokens} tokens and can be truncated to {longest_prefix} or to {least}, but to no length between, such as {given}: {limit}. Truncate to {longest_prefix} and append \
          the tokens from there again"
     )]
     Truncate {

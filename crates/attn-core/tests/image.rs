@@ -252,6 +252,49 @@ fn a_header_that_says_something_else_is_refused(
     assert!(error.contains(names), "{error}");
 }
 
+/// Kills a header whose home pages at checkpoints are believed: pages beside the ones that have residuals anyway, out of order or twice.
+#[test]
+fn home_pages_at_checkpoints_that_no_sequence_has_are_refused() {
+    let mut described = config("int4");
+    (described.checkpoints, described.num_pages) = (128, 60);
+    let mut cache = cache_of(described);
+    cache.append(0, &tokens(1000, 1), &tokens(1000, 2)).unwrap();
+    let image = cache.image(0).unwrap();
+    let page = 2 * cache.layout().page_bytes();
+    assert_eq!(cache.table().checkpoint_pages[0].len(), 11);
+    assert_eq!(image.checkpoint_pages().len() / page, 6);
+    let stored = image.into_bytes();
+    let homes: Vec<u32> = stored[128..192]
+        .chunks_exact(4)
+        .map(|home| u32::from_le_bytes(home.try_into().unwrap()))
+        .collect();
+    assert_eq!(homes[..12], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12]);
+    for (at, home) in [
+        (0, 0),
+        (0, 2),
+        (5, 5),
+        (5, 4),
+        (11, 13),
+        (11, 16),
+        (11, u32::MAX),
+    ] {
+        let error = refusal(&forged(&stored, &[(128 + 4 * at, home)])).to_string();
+        assert!(error.contains("a home page at a checkpoint"), "{error}");
+    }
+    for (count, names) in [
+        (11, "size"),
+        (13, "size"),
+        (16, "size"),
+        (17, "at most as many as its home pages"),
+    ] {
+        let error = refusal(&forged(&stored, &[(60, count)])).to_string();
+        assert!(error.contains(names), "{count}: {error}");
+    }
+    let plain = filled("int8", 70).image(0).unwrap().into_bytes();
+    let error = refusal(&forged(&plain, &[(60, 1)])).to_string();
+    assert!(error.contains("a format without a window"), "{error}");
+}
+
 /// A field's name, and another value for it.
 type Change = (&'static str, fn(&mut CacheConfig));
 

@@ -229,7 +229,7 @@ fn what_the_residuals_do_not_reach_is_refused_and_nothing_changes() {
     for (len, what) in [
         (
             300,
-            "cannot be truncated to 300, only to 64, or to 320: the tokens",
+            "can be truncated to 64 or to 320, but to no length between, such as 300: the tokens",
         ),
         (
             501,
@@ -252,9 +252,15 @@ fn what_the_residuals_do_not_reach_is_refused_and_nothing_changes() {
     // Without its first tile a sequence is never that short.
     cache.drop_before(0, 64).unwrap();
     let said = cache.truncate(0, 65).unwrap_err().to_string();
-    assert!(said.contains("to 65, only to 64, or to 320:"), "{said}");
+    assert!(
+        said.contains("to 64 or to 320, but to no length between, such as 65:"),
+        "{said}"
+    );
     let said = cache.truncate(0, 63).unwrap_err().to_string();
-    assert!(said.contains("to 63, only to 0, or to 64:"), "{said}");
+    assert!(
+        said.contains("to 0 or to 64, but to no length between, such as 63:"),
+        "{said}"
+    );
     // A format without a window goes back any way.
     let mut plain = self::cache("int8", 16, 64);
     grow_to(&mut plain, 0, 1, 500).unwrap();

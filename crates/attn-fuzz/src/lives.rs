@@ -1,10 +1,12 @@
-//! Fuzzes the lives of caches: appends, forks, frees, restores, orders and poison on a pool that may be too small, against a
+//! Fuzzes the lives of caches: appends, forks, frees, truncations, restores, orders and poison on a pool that may be too small, with and without checkpoints, against a
 //! model that keeps the floats; decodes on every backend against f64.
 //!
 //! Here: the cache and its model. `lives/actions.rs`: the calls; `checks.rs`: what must hold after each of them.
 
 mod actions;
 mod checks;
+
+use std::collections::BTreeSet;
 
 use arbitrary::Unstructured;
 use attn_core::{Append, CacheConfig, Error, Heads, KvCache, PageTable};
@@ -70,6 +72,8 @@ fn config(draw: &mut Draw<'_, '_>) -> CacheConfig {
     // Residual pages are dropped after 16 pages of 16 tokens, or more.
     let most = draw.pick(&[14, 14, 50]);
     config.num_pages = draw.range(0..=most);
+    let every = config.page_size.max(64) * draw.pick(&[0, 0, 1, 2, 3, 5]);
+    config.checkpoints = every;
     let heads = config.num_kv_heads;
     for scales in [&mut config.k_tensor_scales, &mut config.v_tensor_scales] {
         if !scales.is_empty() {
@@ -99,8 +103,8 @@ struct Sequence {
     /// K and V as appended; `None` once pages of other origin are restored.
     floats: Option<[Vec<f32>; 2]>,
     tokens: usize,
-    /// Behind the pages of the first 64 tokens, the first home page whose residuals came with the pages that were restored.
-    first_residual: usize,
+    /// The home pages whose residuals the cache has.
+    fine: BTreeSet<usize>,
 }
 
 /// What appends take from the pool.
@@ -176,7 +180,8 @@ impl<'a> Life<'a> {
     fn free(&self) -> Vec<u32> {
         let table = self.cache.table();
         let lists = || table.pages.iter().chain(&table.residual_pages);
-        let owned = |page: &u32| lists().flatten().any(|p| p == page);
+        let kept = || table.checkpoint_pages.iter().flatten().map(|of| of.page);
+        let owned = |page: &u32| lists().flatten().any(|p| p == page) || kept().any(|p| p == *page);
         (0..self.config.num_pages as u32)
             .filter(|p| !owned(p))
             .collect()
@@ -212,31 +217,63 @@ impl<'a> Life<'a> {
         let len = self.sequences[s].tokens;
         let held = self.held_counts(s);
         let counts = page_counts(format, size, len.saturating_add(tokens));
-        let kept = residual_homes(format, size, counts);
-        let new_residuals = kept.clone().filter(|i| *i >= held[0]).count();
+        if counts[0] - held[0] > self.config.num_pages {
+            demand.pages = usize::MAX;
+            return;
+        }
+        let kept = self.kept_homes(counts);
+        let new_residuals = kept.iter().filter(|i| **i >= held[0]).count();
         let added = (counts[0] - held[0]).saturating_add(new_residuals);
         let open = table.pages[s].last().filter(|_| !len.is_multiple_of(size));
         let copied = match open {
             Some(page) if Self::owners(&table.pages, *page) > 1 => {
-                1 + usize::from(kept.clone().any(|i| i + 1 == held[0]))
+                1 + usize::from(kept.iter().any(|i| i + 1 == held[0]))
             }
             _ => 0,
         };
         demand.pages = demand.pages.saturating_add(added).saturating_add(copied);
         let old = residual_homes(format, size, held).zip(&table.residual_pages[s]);
         let dropped = old.filter(|(i, page)| {
-            !kept.clone().any(|k| k == *i) && Self::owners(&table.residual_pages, **page) == 1
+            !kept.contains(i) && Self::owners(&table.residual_pages, **page) == 1
         });
         demand.recyclable.extend(dropped.map(|(_, page)| page));
     }
 
-    /// A sequence's home pages, and how many of them have a residual page in the cache.
+    /// A sequence's home pages, and how many of them have a residual page in the cache that steps read.
     fn held_counts(&self, s: usize) -> [usize; 2] {
         let (sequence, size) = (&self.sequences[s], self.config.page_size);
         let [home, kept] = page_counts(self.config.format, size, sequence.tokens);
         let first = pages::first_pages(self.config.format, size, home);
-        let restored = first + (home - sequence.first_residual.max(first));
-        [home, kept.min(restored)]
+        let last = (first..home)
+            .rev()
+            .take_while(|i| sequence.fine.contains(i));
+        [home, kept.min(first + last.count())]
+    }
+
+    /// The home pages whose residuals a cache keeps, those of its checkpoints included, where those for steps are of these counts.
+    fn kept_homes(&self, counts: [usize; 2]) -> BTreeSet<usize> {
+        let (format, size) = (self.config.format, self.config.page_size);
+        let for_steps = residual_homes(format, size, counts);
+        let of_checkpoints = (0..counts[0]).filter(|i| self.is_before_checkpoint(*i));
+        for_steps.chain(of_checkpoints).collect()
+    }
+
+    /// Whether a home page lies in the window before a checkpoint.
+    fn is_before_checkpoint(&self, home: usize) -> bool {
+        let (every, size) = (self.config.checkpoints, self.config.page_size);
+        let window = 64 * pages::larger_window(self.config.format);
+        every > 0 && every - home * size % every <= window
+    }
+
+    /// Counts tokens that were appended.
+    fn grow(&mut self, s: usize, tokens: usize) {
+        let size = self.config.page_size;
+        let held = self.sequences[s].tokens.div_ceil(size);
+        let tokens = self.sequences[s].tokens + tokens;
+        let mut fine = self.kept_homes(page_counts(self.config.format, size, tokens));
+        fine.retain(|i| *i >= held || self.sequences[s].fine.contains(i));
+        let sequence = &mut self.sequences[s];
+        (sequence.tokens, sequence.fine) = (tokens, fine);
     }
 
     /// Whether the pool has room for what appends take.
@@ -248,7 +285,7 @@ impl<'a> Life<'a> {
     }
 
     fn act(&mut self, draw: &mut Draw<'_, '_>) -> Result<Done, String> {
-        match draw.range(0..=15) {
+        match draw.range(0..=20) {
             0..=5 => self.append(draw),
             6 => self.append_with(draw),
             7 | 8 => self.fork(draw),
@@ -256,6 +293,8 @@ impl<'a> Life<'a> {
             10 | 11 => self.restore(draw),
             12 => self.order(draw),
             13 => self.poison(draw),
+            14..=16 => self.truncate(draw),
+            17 | 18 => self.restore_image(draw),
             _ => self.decode(draw).map(|()| Done::Refused),
         }
     }

@@ -51,7 +51,7 @@ pub fn window(scheme: Scheme) -> usize {
 }
 
 /// The larger window of a format's schemes.
-fn larger_window(format: KvFormat) -> usize {
+pub fn larger_window(format: KvFormat) -> usize {
     window(format.k).max(window(format.v))
 }
 

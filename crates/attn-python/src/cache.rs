@@ -235,6 +235,10 @@ impl Cache {
         self.with(py, |session| session.check_truncate(sequence, tokens))
     }
 
+    fn longest_prefix(&self, py: Python<'_>, sequence: usize, tokens: usize) -> PyResult<usize> {
+        self.with(py, |session| session.longest_prefix(sequence, tokens))
+    }
+
     fn free(&self, py: Python<'_>, sequence: usize) -> PyResult<()> {
         self.with(py, |session| session.free(sequence))
     }
@@ -335,6 +339,12 @@ impl Cache {
     #[getter]
     fn page_bytes(&self) -> PyResult<usize> {
         Ok(self.config.layout().map_err(errors::of)?.page_bytes())
+    }
+
+    /// Bytes that a sequence takes for each of its checkpoints, in all layers.
+    #[getter]
+    fn checkpoint_bytes(&self) -> PyResult<usize> {
+        self.config.checkpoint_bytes().map_err(errors::of)
     }
 
     /// A sequence as one block of bytes.

@@ -58,6 +58,10 @@ pub fn of(error: Error) -> PyErr {
         ErrorKind::Unsupported => "UnsupportedError",
         ErrorKind::Device => "DeviceError",
     };
+    let longest_prefix = match error {
+        Error::Truncate { longest_prefix, .. } => Some(longest_prefix),
+        _ => None,
+    };
     let mut message = error.to_string();
     let mut cause = std::error::Error::source(&error);
     while let Some(error) = cause {
@@ -65,7 +69,14 @@ pub fn of(error: Error) -> PyErr {
         message.push_str(&error.to_string());
         cause = error.source();
     }
-    raise(class, message)
+    let raised = raise(class, message);
+    if let Some(tokens) = longest_prefix {
+        Python::attach(|py| {
+            // An error without the number still has it in its sentence.
+            let _ = raised.value(py).setattr("longest_prefix", tokens);
+        });
+    }
+    raised
 }
 
 /// The refusal of a backend.

@@ -19,6 +19,8 @@ pub struct ImageHeader {
     page_bytes: usize,
     /// Bytes of the image ahead of the pages.
     header_bytes: usize,
+    /// Bytes of the pages, but for the residual pages at checkpoints behind them.
+    pages_bytes: usize,
     /// Bytes of the centres of K behind the pages; 0 for the image of a cache without.
     centres_bytes: usize,
 }
@@ -41,7 +43,11 @@ pub fn image_header(py: Python<'_>, image: &Bound<'_, PyBytes>) -> PyResult<Imag
         k_scales,
         v_scales,
         page_bytes: layout.page_bytes(),
-        header_bytes: bytes.len() - image.pages().len() - image.centres().len(),
+        header_bytes: bytes.len()
+            - image.pages().len()
+            - image.checkpoint_pages().len()
+            - image.centres().len(),
+        pages_bytes: image.pages().len(),
         centres_bytes: image.centres().len(),
     })
 }

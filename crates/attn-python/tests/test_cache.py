@@ -257,6 +257,41 @@ def test_drafts_are_taken_back_and_prefixes_shared(rng, format):
     assert cache.stats().free_pages == cache.stats().pages and cache.lens == [0, 0, 0]
 
 
+@pytest.mark.parametrize("format", ["int4", "int8/int4", "int8"])
+def test_a_fork_goes_on_from_a_checkpoint(rng, format):
+    """Kills an option that does not reach the cache, and a refusal without the length to go back to."""
+    k, v, q = (rows(rng, 900, n, 64) for n in (1, 1, 4))
+    options = dict(heads=1, dim=64, max_tokens=1024, sequences=2, device="cpu")
+    cache = attn.Cache(format, checkpoints=256, **options)
+    has_window = "int4" in format
+    assert cache.stats().checkpoint_bytes == (2 * cache.stats().page_bytes if has_window else 0)
+    cache.append(k, v)
+    cache.fork(0, 1)
+    if has_window:
+        with pytest.raises(attn.ShapeError, match="can be truncated to 512 or to 704, but to no length between, such as 700") as refused:
+            cache.truncate(1, 700)
+        assert refused.value.longest_prefix == cache.longest_prefix(1, 700) == 512
+    else:
+        assert cache.longest_prefix(1, 700) == 700
+    cache.truncate(1, 512)
+    straight = attn.Cache(format, checkpoints=256, **options)
+    straight.append(k[:512], v[:512])
+    assert cache.save(1) == straight.save(0)
+    assert (cache.attend(q[:1], sequences=1) == straight.attend(q[:1])).all()
+    # Pages without those at checkpoints, and back.
+    image = cache.save(0)
+    size = cache.stats().page_bytes
+    assert all(len(page) == size for page in image.pages) and image.num_pages == len(image.pages) == 15 + (4 if has_window else 0)
+    straight.free(0)
+    straight.restore(0, image)
+    assert straight.longest_prefix(0, 300) == (256 if has_window else 300)
+    bare = attn.Cache(format, **options)
+    bare.restore(0, image)
+    assert bare.longest_prefix(0, 300) == (64 if has_window else 300)
+    with pytest.raises(attn.ParameterError, match="checkpoints is 100; allowed: multiples of 64"):
+        attn.Cache(format, checkpoints=100, **options)
+
+
 def test_a_sequence_leaves_its_cache_and_comes_back(rng):
     cache = filled(rng, "int4")
     image, q = cache.save(), rows(rng, 1, 4, 64)

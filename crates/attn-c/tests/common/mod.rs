@@ -40,6 +40,7 @@ pub fn config() -> CacheConfig {
         layers: 0,
         q_heads: 0,
         centres: 0,
+        checkpoints: 0,
     }
 }
 

@@ -92,6 +92,10 @@ pub fn configs() -> Vec<Refusal> {
     };
     vec![
         ("pages of 48 tokens", with("int8", |c| c.page_size = 48)),
+        (
+            "checkpoints at every 100 tokens",
+            with("int4", |c| c.checkpoints = 100),
+        ),
         ("no KV head", with("int8", |c| c.num_kv_heads = 0)),
         ("2^40 pages", with("int8", |c| c.num_pages = 1 << 40)),
         (

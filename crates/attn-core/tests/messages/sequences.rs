@@ -7,6 +7,10 @@ use crate::calls::*;
 pub fn sequences() -> Vec<Refusal> {
     let mut cache = filled("int4", 700);
     append(&mut cache, 1, 3).unwrap();
+    let mut described = config("int4");
+    (described.checkpoints, described.num_pages) = (256, 30);
+    let mut with_checkpoints = cache_of(described);
+    append(&mut with_checkpoints, 0, 900).unwrap();
     let mut dropped = filled("int8", 700);
     dropped.drop_before(0, 300).unwrap();
     let order = order_free_pages(&mut dropped, &[0, 0]).unwrap_err();
@@ -14,6 +18,10 @@ pub fn sequences() -> Vec<Refusal> {
         (
             "a truncation beyond the residuals",
             cache.truncate(0, 100).unwrap_err(),
+        ),
+        (
+            "a truncation between two checkpoints",
+            with_checkpoints.truncate(0, 600).unwrap_err(),
         ),
         (
             "a truncation into dropped tokens",

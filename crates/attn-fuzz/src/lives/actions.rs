@@ -50,8 +50,8 @@ impl Life<'_> {
         if done.is_err() {
             return Ok(Done::Refused);
         }
+        self.grow(s, tokens);
         let sequence = &mut self.sequences[s];
-        sequence.tokens += tokens;
         if let Some([ks, vs]) = &mut sequence.floats {
             ks.extend(k);
             vs.extend(v);
@@ -168,6 +168,9 @@ impl Life<'_> {
             let (at, page) = (len + i, (len + i) / size);
             let residual = homes.clone().position(|home| home == page);
             let residual = residual.map(|i| table.residual_pages[s][i]);
+            let mut of_checkpoints = table.checkpoint_pages[s].iter();
+            let residual =
+                residual.or_else(|| Some(of_checkpoints.find(|of| of.home == page)?.page));
             let good = write.source == first + i
                 && write.page == table.pages[s][page]
                 && write.token == at % size
@@ -181,7 +184,9 @@ impl Life<'_> {
                     !is_new || new_pages.contains(&page),
                     "page {page} was not free; {self:?}"
                 );
-                let owners = lists().flatten().filter(|p| **p == page).count();
+                let at_checkpoints = table.checkpoint_pages.iter().flatten();
+                let owners = lists().flatten().filter(|p| **p == page).count()
+                    + at_checkpoints.filter(|of| of.page == page).count();
                 hold!(owners == 1, "page {page} is written, but shared; {self:?}");
             }
         }
@@ -214,6 +219,83 @@ impl Life<'_> {
             floats: Some(Default::default()),
             ..Sequence::default()
         };
+        Ok(Done::Changed)
+    }
+
+    /// Takes a sequence back to some length, where this leaves the residuals that its image has; others are refused, or only asked for.
+    pub(super) fn truncate(&mut self, draw: &mut Draw<'_, '_>) -> Result<Done, String> {
+        let s = self.sequence(draw);
+        let Some(sequence) = self.sequences.get(s) else {
+            hold!(
+                self.cache.truncate(s, 0).is_err(),
+                "sequence {s} is truncated"
+            );
+            return Ok(Done::Refused);
+        };
+        let (size, format) = (self.config.page_size, self.config.format);
+        let every = self.config.checkpoints.max(64);
+        let len = match draw.range(0..=2) {
+            0 => sequence.tokens.saturating_sub(draw.range(0..=70)),
+            1 => draw.range(0..=sequence.tokens / every) * every,
+            _ => draw.range(0..=sequence.tokens),
+        };
+        // A row reads its own tile and those before it, as many as the window has.
+        let can_keep = |len: usize| {
+            let tiles = pages::larger_window(format);
+            let first = (len / 64 + 1).saturating_sub(tiles) * 64;
+            tiles == 0 || (first / size..len.div_ceil(size)).all(|i| sequence.fine.contains(&i))
+        };
+        let longest = (0..=len).rfind(|len| can_keep(*len)).unwrap_or(0);
+        let found = self.cache.longest_prefix(s, len);
+        hold!(
+            found.as_ref().is_ok_and(|found| *found == longest),
+            "{found:?} of {len} tokens can be kept, not {longest}; {self:?}"
+        );
+        let saved = pages::saved_counts(format, size, longest);
+        let mut saved = pages::residual_homes(format, size, saved);
+        if !saved.all(|i| sequence.fine.contains(&i)) {
+            return Ok(Done::Refused);
+        }
+        self.cache.truncate(s, longest).map_err(|e| e.to_string())?;
+        let row = self.row();
+        let sequence = &mut self.sequences[s];
+        sequence.tokens = longest;
+        sequence.fine.retain(|i| *i < longest.div_ceil(size));
+        match &mut sequence.floats {
+            Some(floats) => {
+                floats.iter_mut().for_each(|x| x.truncate(longest * row));
+                self.check_values(s)?;
+            }
+            None => sequence.bytes = self.cache.read_back(s).map_err(|e| e.to_string())?,
+        }
+        Ok(Done::Changed)
+    }
+
+    /// Restores a sequence from the image of another one.
+    pub(super) fn restore_image(&mut self, draw: &mut Draw<'_, '_>) -> Result<Done, String> {
+        let (from, to) = (
+            draw.range(0..=self.sequences.len() - 1),
+            self.sequence(draw),
+        );
+        let (size, format) = (self.config.page_size, self.config.format);
+        let mut given = self.sequences[from].clone();
+        let saved = pages::saved_counts(format, size, given.tokens);
+        let kept = pages::residual_homes(format, size, saved);
+        let kept: Vec<usize> = kept.collect();
+        given
+            .fine
+            .retain(|i| kept.contains(i) || self.is_before_checkpoint(*i));
+        let room = saved[0] + given.fine.len() <= self.cache.free_pages();
+        let empty = self.sequences.get(to).is_some_and(|s| s.tokens == 0);
+        let image = self.cache.image(from).map_err(|e| e.to_string())?;
+        let done = self.cache.restore(to, &image);
+        self.expect("an image", done.as_ref(), room && empty)?;
+        if done.is_err() {
+            return Ok(Done::Refused);
+        }
+        self.sequences[to] = given;
+        let again = self.cache.image(to).map_err(|e| e.to_string())?;
+        hold!(again == image, "sequence {to} has another image; {self:?}");
         Ok(Done::Changed)
     }
 
@@ -261,7 +343,8 @@ impl Life<'_> {
             return Ok(Done::Refused);
         }
         let first = pages::first_pages(self.config.format, self.config.page_size, home);
-        given.first_residual = home - (given.bytes.len() - home - first);
+        let last = given.bytes.len() - home - first;
+        given.fine = (0..first).chain(home - last..home).collect();
         let back = self.cache.read_back(to).map_err(|e| e.to_string())?;
         if whole && fits_pages {
             self.sequences[to] = given;
@@ -271,7 +354,7 @@ impl Life<'_> {
                 bytes: back,
                 floats: None,
                 tokens: given.tokens,
-                first_residual: given.first_residual,
+                fine: given.fine,
             };
         }
         Ok(Done::Changed)

@@ -21,7 +21,7 @@ impl Life<'_> {
         };
         let tokens = self.sequences[s].tokens;
         let mut config = self.config.clone();
-        config.num_sequences = 1;
+        (config.num_sequences, config.checkpoints) = (1, 0);
         let counts = pages::page_counts(config.format, config.page_size, tokens);
         config.num_pages = counts.iter().sum();
         let alone = self.backends.reference.create_cache(&config);
@@ -97,6 +97,16 @@ impl Life<'_> {
             let (format, size) = (self.config.format, self.config.page_size);
             let residuals =
                 pages::residual_homes(format, size, [home, kept]).zip(residuals.iter().copied());
+            let (for_steps, kept): (Vec<_>, _) = (residuals.collect(), &table.checkpoint_pages[s]);
+            let beside = sequence.fine.iter().copied();
+            let beside = beside.filter(|i| !for_steps.iter().any(|(home, _)| home == i));
+            hold!(
+                beside.eq(kept.iter().map(|of| of.home)),
+                "sequence {s} has others at checkpoints than {:?}; {self:?}",
+                sequence.fine
+            );
+            let at_checkpoints = kept.iter().map(|of| (of.home, of.page));
+            let residuals = for_steps.into_iter().chain(at_checkpoints);
             let of_home = own.iter().copied().enumerate().map(|at| (at, None));
             let of_residuals = residuals.map(|(i, page)| ((i, page), Some(own[i])));
             for ((i, page), of) in of_home.chain(of_residuals) {

@@ -35,6 +35,8 @@ class CacheStats:
     """How uneven the channels of the keys are: their mean square over that of the middle channel, in the worst head that the cache has looked at; models without
     biases of K have 1 to 4. More than 10 gives a `RuntimeWarning`, one for each cache: rows of 4 and 8 bits then err by more than three times as much as they need. None
     before a sequence has 128 tokens."""
+    checkpoint_bytes: int = 0
+    """Bytes that a sequence takes in all layers for each of its checkpoints; 0 for a cache without `checkpoints`."""
 
     @property
     def pool_bytes(self) -> int:
@@ -59,6 +61,7 @@ class _CacheOptions:
     pages: Optional[int]
     page_size: int
     max_q_len: int
+    checkpoints: int
     k_scales: Optional[List[float]]
     v_scales: Optional[List[float]]
     centres: Optional[bool]
@@ -103,6 +106,9 @@ class Cache:
         pages: pages of the pool, in place of enough for `max_tokens` of every sequence.
         page_size: tokens of a page: 16, 32, 64 or 128.
         max_q_len: most query tokens of a sequence in a step, for formats with a window (`"int4"`, `"int8/int4"`); others take any number.
+        checkpoints: for formats with a window, tokens after which, again and again, a sequence keeps what `truncate` needs to leave it so long, as a radix tree asks: a multiple
+            of 64 and of `page_size`, such as 1024; 0 for none. `stats().checkpoint_bytes` says what each takes: with pages of 64 tokens and windows of 128, two pages in each
+            layer. Other formats are truncated to any length, and the number costs nothing there.
         k_scales, v_scales: static scales, one for each head, or for each layer and head, which `"fp8"` and `"int8-tensor"` need: the largest magnitude to
             come, divided by 448 or by 127. Larger numbers saturate, and are counted: `stats()`.
         centres: store each sequence's keys without what they have in common, the first token's key in the first 64 tokens, their mean in all later ones.
@@ -136,6 +142,7 @@ class Cache:
         pages: Optional[int] = None,
         page_size: int = 64,
         max_q_len: int = 64,
+        checkpoints: int = 0,
         k_scales: Optional[Sequence[float]] = None,
         v_scales: Optional[Sequence[float]] = None,
         centres: Optional[bool] = None,
@@ -151,6 +158,7 @@ class Cache:
             pages=optional_count("pages", pages),
             page_size=count("page_size", page_size, 1),
             max_q_len=count("max_q_len", max_q_len),
+            checkpoints=count("checkpoints", checkpoints),
             k_scales=numbers("k_scales", k_scales),
             v_scales=numbers("v_scales", v_scales),
             centres=None if centres is None else flag("centres", centres),
@@ -205,7 +213,7 @@ class Cache:
     def stats(self) -> CacheStats:
         """Pages, bytes, tokens, numbers that have saturated, and how uneven keys are."""
         own = self._cache
-        return CacheStats(own.num_pages(), own.free_pages(), own.page_bytes, sum(self.lens), self.layers, own.saturated(), own.key_outliers())
+        return CacheStats(own.num_pages(), own.free_pages(), own.page_bytes, sum(self.lens), self.layers, own.saturated(), own.key_outliers(), own.checkpoint_bytes)
 
     def _layer(self, layer: Optional[int]) -> int:
         if layer is None and self.layers != 1:
@@ -453,9 +461,35 @@ class Cache:
     def truncate(self, sequence: int, tokens: int) -> None:
         """Keeps a sequence's first `tokens` and takes back the others, such as drafts that were rejected.
 
-        Formats with a window (`"int4"`, `"int8/int4"`) can take back the tokens of the last append (up to `max_q_len`), and all but the first 64 or fewer; others any number.
+        Formats with a window (`"int4"`, `"int8/int4"`) can take back the tokens of the last append (up to `max_q_len`), all but the first 64 or fewer, and all behind a
+        checkpoint (`checkpoints` of the cache); others any number.
+
+        Raises:
+            ShapeError for a length that the sequence cannot go back to, with the nearest earlier one that it can as its attribute `longest_prefix`; ParameterError for more
+            tokens than there are; SequenceError.
         """
         self._cache.truncate(count("sequence", sequence), count("tokens", tokens))
+
+    def longest_prefix(self, sequence: int, tokens: int) -> int:
+        """The most tokens, `tokens` at most, that `truncate` can leave of a sequence: where to go on from to have its first `tokens` again.
+
+        A radix tree forks the sequence and truncates the fork, so that both are there:
+
+        >>> import numpy, attn
+        >>> cache = attn.Cache("int4", heads=1, dim=64, max_tokens=1024, sequences=2, checkpoints=256, device="cpu")
+        >>> rows = numpy.random.default_rng(1).normal(size=(1000, 1, 64)).astype("f")
+        >>> cache.append(rows, rows)
+        >>> prefix = cache.longest_prefix(0, 600)
+        >>> cache.fork(0, 1)
+        >>> cache.truncate(1, prefix)
+        >>> cache.append(rows[prefix:600], rows[prefix:600], sequences=1)
+        >>> prefix, cache.lens
+        (512, [1000, 600])
+
+        Raises:
+            ParameterError for more tokens than there are; SequenceError; ShapeError for a sequence of an open step.
+        """
+        return self._cache.longest_prefix(count("sequence", sequence), count("tokens", tokens))
 
     def drop_before(self, sequence: int, token: int) -> None:
         """Frees the pages of tokens before `token`, which no window sees any more; lengths, positions and bits stay.

@@ -1,5 +1,7 @@
 """What the package raises. Each class is also the built-in one that Python code expects."""
 
+from typing import Optional
+
 
 class AttnError(Exception):
     """Anything that the library refuses; the cache and the outputs are unchanged, unless it is a `DeviceError`."""
@@ -10,7 +12,12 @@ class ParameterError(AttnError, ValueError):
 
 
 class ShapeError(AttnError, ValueError):
-    """An array of the wrong shape, type or device, or one that disagrees with the cache."""
+    """An array of the wrong shape, type or device, or one that disagrees with the cache.
+
+    `longest_prefix`, where `Cache.truncate` has raised it: the most tokens, fewer than those asked for, that the sequence can keep; None elsewhere.
+    """
+
+    longest_prefix: Optional[int] = None
 
 
 class NumberError(AttnError, ValueError):

@@ -97,13 +97,14 @@ class SequenceImage:
 
     @property
     def pages(self) -> Tuple[bytes, ...]:
-        """The pages, copied: those of the first layer, then of the next; in each the sequence's pages in token order, then those of residuals."""
+        """The pages, copied: those of the first layer, then of the next; in each the sequence's pages in token order, then those of residuals. Residuals at
+        checkpoints lie behind them and are none of these."""
         size, first = self._header["page_bytes"], self._header["header_bytes"]
         return tuple(self.data[at : at + size] for at in range(first, self._end_of_pages, size))
 
     @property
     def _end_of_pages(self) -> int:
-        return len(self.data) - self._header["centres_bytes"]
+        return self._header["header_bytes"] + self._header["pages_bytes"]
 
     def __bytes__(self) -> bytes:
         return self.data

@@ -74,6 +74,7 @@ pub struct CacheOptions {
     pages: Option<usize>,
     page_size: usize,
     max_q_len: usize,
+    checkpoints: usize,
     k_scales: Option<Vec<f32>>,
     v_scales: Option<Vec<f32>>,
     centres: Option<bool>,
@@ -92,7 +93,8 @@ impl CacheOptions {
             .layers(self.layers)
             .max_len(self.max_tokens)
             .page_size(self.page_size)
-            .max_q_len(self.max_q_len);
+            .max_q_len(self.max_q_len)
+            .checkpoints(self.checkpoints);
         if let Some(centres) = self.centres {
             builder = builder.centres(centres);
         }

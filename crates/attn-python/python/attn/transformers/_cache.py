@@ -39,6 +39,7 @@ class QuantizedCache(TransformersCache):
         k_scales, v_scales: static scales for `"fp8"` and `"int8-tensor"`, which need them: one number for all heads, or `[layers]` or `[layers, KV heads]`
             numbers.
         centres: as for `attn.Cache`: store keys without what a sequence's have in common; None: for formats that can, but with `"fast"`, which they make exact.
+        checkpoints: as for `attn.Cache`: tokens from one length that `crop` can go back to, in formats with a window, to the next; 0 for none.
 
     Raises:
         UnsupportedError for models that it cannot serve; ParameterError.
@@ -55,6 +56,7 @@ class QuantizedCache(TransformersCache):
         k_scales: Scales = None,
         v_scales: Scales = None,
         centres: Optional[bool] = None,
+        checkpoints: int = 0,
     ) -> None:
         if is_fast(arithmetic) and centres is None:
             centres = False
@@ -71,8 +73,8 @@ class QuantizedCache(TransformersCache):
         scales = _scales_of_layers(len(layers), k_scales=k_scales, v_scales=v_scales)
         # Refuses a format, page size or scales at once, not in the first pass.
         first = {name: x[:1] for name, x in scales[0].items()}
-        Cache(format, heads=1, dim=_dims(decoder)[0], max_tokens=0, pages=0, page_size=page_size, centres=centres, device="cpu", **first)
-        of_all: Dict[str, Any] = dict(max_tokens=max_tokens, page_size=page_size, arithmetic=arithmetic, centres=centres)
+        Cache(format, heads=1, dim=_dims(decoder)[0], max_tokens=0, pages=0, page_size=page_size, centres=centres, checkpoints=checkpoints, device="cpu", **first)
+        of_all: Dict[str, Any] = dict(max_tokens=max_tokens, page_size=page_size, arithmetic=arithmetic, centres=centres, checkpoints=checkpoints)
         quantized = {index: QuantizedLayer(format, window=window, scales=scales[index], **of_all) for index, window in windows.items()}
         super().__init__(layers=[quantized.get(index, layer) for index, layer in enumerate(layers)])
         self.format = format
@@ -113,6 +115,8 @@ class QuantizedCache(TransformersCache):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Takes back the newest tokens of every row: -n removes n; a positive number keeps as many, as older callers ask.
+
+        Formats with a window go back by 256 tokens of the last pass, to the first 64 or fewer, and to the `checkpoints` of the cache.
 
         Raises:
             ShapeError for more than layers can give back; nothing is changed then.

@@ -43,12 +43,13 @@ class QuantizedLayer(CacheLayerMixin):
         window: Optional[int] = None,
         scales: Optional[Dict[str, List[float]]] = None,
         centres: Optional[bool] = None,
+        checkpoints: int = 0,
     ) -> None:
         self.is_initialized = False
         super().__init__()
         self.format, self.max_tokens, self.page_size, self.arithmetic = format, max_tokens, page_size, arithmetic
         self.window, self.is_sliding = window, window is not None
-        self.centres = centres
+        self.centres, self.checkpoints = centres, checkpoints
         # Static scales of a format that has them: `k_scales` and `v_scales`, a number for each head, or one for all.
         self._scales = scales or {}
         self.cache: Optional[Cache] = None
@@ -119,9 +120,12 @@ class QuantizedLayer(CacheLayerMixin):
         self.slots, self.seen, self.is_initialized = [], 0, False
 
     def check_crop(self, removed: int) -> None:
-        """Refuses to take back more tokens of each row than a sliding layer holds windows for."""
+        """Refuses to take back more tokens of each row than a sliding layer holds windows for, or a format with a window residuals."""
         if self.cache is not None and removed:
-            self._check_held([max(0, n - removed) for n in self.lens])
+            lens = [max(0, n - removed) for n in self.lens]
+            self._check_held(lens)
+            for slot, n in zip(self.slots, lens):
+                self.cache._cache.check_truncate(slot, n)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Takes back the newest tokens of every row: -n removes n."""
@@ -165,6 +169,8 @@ class QuantizedLayer(CacheLayerMixin):
         """A cache of `room` tokens for each of `rows` rows, and in it the rows that there are."""
         self.check_rows(rows)
         shape = dict(heads=self._heads, dim=self._dim, page_size=self.page_size, max_q_len=_PIECE, centres=self.centres, device=_device_name(self.device))
+        # A sliding layer goes back no further than its window.
+        shape.update(checkpoints=self.checkpoints if self.window is None else 0)
         shape.update({name: x if len(x) > 1 else x * self._heads for name, x in self._scales.items()})
         pages = rows * Cache(self.format, max_tokens=0, pages=0, **shape).pages_for(room)
         cache = Cache(self.format, max_tokens=0, pages=pages, sequences=rows, **shape)
