@@ -346,6 +346,15 @@ impl QuantizedKvCache {
         Ok(self.session.truncate(sequence, tokens)?)
     }
 
+    /// The most tokens, `tokens` at most, that [`QuantizedKvCache::truncate`] can leave of a sequence: where to go on from to have the first `tokens` again, in formats with a
+    /// window a checkpoint ([`CacheBuilder::checkpoints`](attn::CacheBuilder::checkpoints)).
+    ///
+    /// # Errors
+    /// [`Error::Attention`] with those of [`Session::longest_prefix`].
+    pub fn longest_prefix(&self, sequence: usize, tokens: usize) -> Result<usize, Error> {
+        Ok(self.session.longest_prefix(sequence, tokens)?)
+    }
+
     /// Frees the pages of a sequence's tokens before `token`, which no window sees any more: at most the length less the widest layer's
     /// [`Problem::window_left`]. Lengths, positions and bits stay; pages go by whole tiles of 64 tokens, in all layers.
     ///

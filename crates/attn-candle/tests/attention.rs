@@ -244,6 +244,7 @@ fn drafts_are_taken_back_prefixes_shared_and_sequences_emptied() {
     assert_eq!(cache.lens(), [30, 20]);
     assert_ne!(bits(&cache.attend_to(&[0], &q).unwrap()), bits(&before));
     assert_eq!(bits(&cache.attend_to(&[1], &q).unwrap()), bits(&before));
+    assert_eq!(cache.longest_prefix(0, 20).unwrap(), 20);
     cache.truncate(0, 20).unwrap();
     assert_eq!(bits(&cache.attend_to(&[0], &q).unwrap()), bits(&before));
     cache.free(1).unwrap();

@@ -329,7 +329,7 @@ impl CacheBuilder {
     /// truncated to any length, and the number costs nothing there.
     ///
     /// Each checkpoint takes [`CacheConfig::checkpoint_bytes`]: with pages of 64 tokens and windows of 128, two residual pages, which is an eighth more of every 1024
-    /// tokens. Each sequence has room for the checkpoints of its longest length, unless [`CacheBuilder::pages`] says otherwise.
+    /// tokens. Each sequence has room for the checkpoints of its longest length, unless [`CacheBuilder::pages`] says otherwise. Shards count from their own first token.
     pub fn checkpoints(mut self, every_tokens: usize) -> Self {
         self.config.checkpoints = every_tokens;
         self

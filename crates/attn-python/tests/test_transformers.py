@@ -196,6 +196,22 @@ def test_tokens_are_taken_back_from_a_sliding_layer_or_it_says_why_not():
             cache.batch_repeat_interleave(2)
 
 
+@pytest.mark.parametrize("format", ["int4", "int8/int4"])
+def test_a_row_goes_back_to_a_checkpoint_and_no_layer_does_between_two(format):
+    """Kills checkpoints that do not reach the layers, and a crop that some of them take and others refuse."""
+    config, _, ours = pair("llama")
+    p = prompt(1, 700)
+    with torch.no_grad():
+        cache, straight = QuantizedCache(config, format, checkpoints=128), QuantizedCache(config, format)
+        ours(p, **given(cache))
+        with pytest.raises(attn.ShapeError, match="can be truncated to 256 or to"):
+            cache.crop(-(700 - 300))
+        assert all(layer.cache.lens == [700] for layer in cache.layers)
+        cache.crop(-(700 - 256))
+        ours(p[:, :256], **given(straight))
+        assert torch.equal(ours(p[:, 256:300], **given(cache)).logits, ours(p[:, 256:300], **given(straight)).logits)
+
+
 def test_what_cannot_be_right_is_refused():
     config, own, ours = pair("llama")
     ids = prompt(2, 10)

@@ -2,7 +2,7 @@
 //! [`KvCache::cancel_step`] takes all of it back.
 
 use super::{
-    Append, CacheAccess, CheckpointPage, KvCache, PageStore, TokenWrite, append::Admitted,
+    Append, CacheAccess, KvCache, PageStore, TokenWrite, append::Admitted,
     centres::write_with_centres,
 };
 use crate::{
@@ -56,8 +56,8 @@ struct Grown {
     reservation: Reservation,
     /// Its residual pages before the step.
     residual_pages: Vec<u32>,
-    /// Those at checkpoints before the step.
-    checkpoint_pages: Vec<CheckpointPage>,
+    /// How many it had at checkpoints before the step, which adds some behind these.
+    at_checkpoints: usize,
     /// Those that it no longer keeps, freed at the end of the step.
     dropped: Vec<u32>,
 }
@@ -428,7 +428,7 @@ impl KvCache {
     /// Enters a sequence's pages and length into the table.
     fn enter(&mut self, r: Reservation) -> Grown {
         let table = &mut self.table;
-        let checkpoint_pages = table.checkpoint_pages[r.sequence].clone();
+        let at_checkpoints = table.checkpoint_pages[r.sequence].len();
         let residual_pages = table.residual_pages[r.sequence].clone();
         for &[from, to] in &r.copied {
             let homes = table.pages[r.sequence].iter_mut();
@@ -440,7 +440,7 @@ impl KvCache {
         Grown {
             reservation: r,
             residual_pages,
-            checkpoint_pages,
+            at_checkpoints,
             dropped,
         }
     }
@@ -466,7 +466,7 @@ impl KvCache {
                 replace(pages.iter_mut(), to, from);
             }
             self.table.residual_pages[r.sequence] = grown.residual_pages;
-            self.table.checkpoint_pages[r.sequence] = grown.checkpoint_pages;
+            self.table.checkpoint_pages[r.sequence].truncate(grown.at_checkpoints);
             self.table.lens[r.sequence] -= r.tokens;
             self.give_back(r);
         }
