@@ -229,7 +229,7 @@ fn what_the_residuals_do_not_reach_is_refused_and_nothing_changes() {
     for (len, what) in [
         (
             300,
-            "can be truncated to 64 or to 320, but to no length between, such as 300: the tokens",
+            "can be truncated to 64 or to 320, but to no length between, such as 300: the format",
         ),
         (
             501,

@@ -202,7 +202,7 @@ def test_a_row_goes_back_to_a_checkpoint_and_no_layer_does_between_two(format):
     config, _, ours = pair("llama")
     p = prompt(1, 700)
     with torch.no_grad():
-        cache, straight = QuantizedCache(config, format, checkpoints=128), QuantizedCache(config, format)
+        cache, straight = QuantizedCache(config, format, checkpoints=256), QuantizedCache(config, format)
         ours(p, **given(cache))
         with pytest.raises(attn.ShapeError, match="can be truncated to 256 or to"):
             cache.crop(-(700 - 300))

@@ -16,7 +16,7 @@ impl fmt::Display for TruncateLimit {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             TruncateLimit::Dropped => "the tokens in front were dropped",
-            TruncateLimit::Residuals => "the tokens that come next read residuals just before them, which are kept of the first and of the newest tokens, and at the checkpoints that a cache is made with (`checkpoints`)",
+            TruncateLimit::Residuals => "the format keeps residuals of the first and of the newest tokens, and at the checkpoints that a cache is made with (`checkpoints`), and the tokens that come next read those just before them",
         })
     }
 }
