@@ -29,8 +29,8 @@ pub struct Prepared {
 
 /// What is attended to.
 enum Kv {
-    Pages(KvCache),
-    Contiguous(ContiguousCache),
+    Pages(Box<KvCache>),
+    Contiguous(Box<ContiguousCache>),
 }
 
 /// Steps of an append for which a cache has room.
@@ -93,8 +93,8 @@ impl Prepared {
             plan: backend.plan(problem, workload.format)?,
             operation: workload.operation,
             kv: match workload.cache {
-                CacheLayout::Pages => Kv::Pages(filled(backend, workload)?),
-                _ => Kv::Contiguous(ContiguousCache::new(workload)),
+                CacheLayout::Pages => Kv::Pages(Box::new(filled(backend, workload)?)),
+                _ => Kv::Contiguous(Box::new(ContiguousCache::new(workload))),
             },
             token: [4, 5].map(|seed| noise(seed, problem.batch() * row)),
             appends: (0..problem.batch())
