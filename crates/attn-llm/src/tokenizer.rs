@@ -175,11 +175,12 @@ impl GgufVocabulary {
             );
         }
         for (token, kind) in self.tokens.iter().zip(&self.kinds) {
-            match kind {
-                3 => inner.add_special_tokens(&[AddedToken::from(token.clone(), true)]),
-                4 => inner.add_tokens(&[AddedToken::from(token.clone(), false).normalized(false)]),
-                _ => 0,
+            let added = match kind {
+                3 => inner.add_special_tokens([AddedToken::from(token.clone(), true)]),
+                4 => inner.add_tokens([AddedToken::from(token.clone(), false).normalized(false)]),
+                _ => continue,
             };
+            added.map_err(|e| format!("its tokenizer refuses the token {token:?}: {e}"))?;
         }
         Ok(Tokenizer {
             inner,
@@ -224,7 +225,8 @@ impl GgufVocabulary {
             .build();
         let mut tokenizer = tokenizers::Tokenizer::new(model.map_err(|e| e.to_string())?);
         if self.split == "qwen2" {
-            tokenizer.with_normalizer(Some(NFC));
+            let with = tokenizer.with_normalizer(Some(NFC));
+            with.map_err(|e| e.to_string())?;
         }
         tokenizer.with_pre_tokenizer(Some(Splits::new(splits)));
         tokenizer.with_decoder(Some(ByteLevel::new(false, false, false)));
@@ -276,7 +278,8 @@ impl GgufVocabulary {
         if self.adds_space {
             normalizers.insert(0, Prepend::new("▁".to_owned()).into());
         }
-        tokenizer.with_normalizer(Some(Normalizers::new(normalizers)));
+        let with = tokenizer.with_normalizer(Some(Normalizers::new(normalizers)));
+        with.map_err(|e| e.to_string())?;
         let back = Replace::new("▁", " ").map_err(|e| e.to_string())?;
         let mut decoders: Vec<DecoderWrapper> =
             vec![back.into(), ByteFallback::new().into(), Fuse::new().into()];

@@ -1,5 +1,6 @@
 //! `cargo xtask COMMAND`: the habits of this repository; `USAGE` lists them.
 
+mod behind;
 mod circles;
 mod fuzz;
 mod header;
@@ -21,6 +22,7 @@ use anyhow::{Context, Result, bail, ensure};
 const LIMIT: u64 = 60 << 20;
 
 const USAGE: &str = "usage: cargo xtask COMMAND
+  behind                   lists dependencies that have newer versions, and fails on a direct one without a reason in Cargo.toml
   ci [fast|full]           everything that a change must pass; fast: form, lints, words, licences, in about three minutes
   circles                  lists the import circles inside each crate, and fails on one that is not allowed
   deny                     holds the dependencies' licences, sources and versions to deny.toml, by cargo-deny
@@ -43,6 +45,7 @@ fn main() -> Result<()> {
     let has = |flag: &str| arguments.iter().any(|a| a == flag);
     match arguments.first().map(String::as_str) {
         Some("ci") => script("run", &arguments[1..]),
+        Some("behind") => behind::run(&root()),
         Some("circles") => circles::run(&root().canonicalize()?),
         Some("deny") => script("deny", &arguments[1..]),
         Some("gpu") => gpu(has("--images"), has("--quick")),
