@@ -22,6 +22,9 @@
 //! stream of candle's device; row b of the batch is the b-th sequence. Tensors
 //! whose last dimension is contiguous are read in place, in any order of the others, such as projections leave them; others are copied once. Results
 //! have no gradient.
+//!
+//! candle 0.9.2 to 0.11: the one that your lock file has, if it has one. Where cargo chose another for this crate, tensors of both do not fit together, and
+//! `cargo update candle-core@0.11.1 --precise 0.10.2` (the one that you use) mends it.
 #![cfg_attr(not(feature = "cuda"), forbid(unsafe_code))]
 
 mod cache;

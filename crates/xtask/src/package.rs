@@ -1,33 +1,70 @@
-//! `cargo xtask package`: what crates.io would get, and what a crate outside the workspace builds.
+//! `cargo xtask package`: what crates.io would get, built from the packages alone, and what a crate outside the workspace builds.
 
-use std::{collections::BTreeSet, fs, path::Path, process::Command, time::Instant};
+use std::{
+    collections::BTreeSet,
+    fmt::Write,
+    fs,
+    path::{Path, PathBuf},
+    process::Command,
+    time::Instant,
+};
 
 use anyhow::{Context, Result, bail, ensure};
+use serde_json::Value;
 
-/// Crates that stay in the repository.
-const UNPUBLISHED: [&str; 5] = ["attn-c", "attn-fuzz", "attn-images", "attn-python", "xtask"];
 /// The largest file that crates.io takes.
 const MOST_BYTES: u64 = 10 << 20;
 /// The most packages of the library with the CPU backend alone, itself included.
 const MOST_PACKAGES: usize = 32;
 
-/// Packages every published crate, and checks a crate outside the workspace with each of these features of the library alone.
+/// A crate that is published.
+struct Crate {
+    name: String,
+    version: String,
+    /// Those of this repository that it needs, its tests left out.
+    needs: Vec<String>,
+}
+
+impl Crate {
+    /// The name of its package's file without the ending, and of the folder inside.
+    fn folder(&self) -> String {
+        format!("{}-{}", self.name, self.version)
+    }
+}
+
+/// Packages every published crate and builds all from their packages, with the examples; with `each`, each one alone, too, in the order in which
+/// they are published. Checks a crate outside the workspace with each of these features of the library alone.
 ///
 /// # Errors
-/// If a package lacks something, is too large, or the crate outside does not compile.
-pub fn run(root: &Path, verify: bool, features: &[&str]) -> Result<()> {
+/// If a package lacks something, is too large, or one does not compile.
+pub fn run(root: &Path, each: bool, features: &[&str]) -> Result<()> {
+    let crates = in_order(published(root)?)?;
     let mut package = cargo(root);
-    package.args(["package", "--workspace", "--allow-dirty", "--quiet"]);
-    for name in UNPUBLISHED {
-        package.args(["--exclude", name]);
-    }
-    if !verify {
-        package.arg("--no-verify");
+    package.args(["package", "--allow-dirty", "--quiet", "--no-verify"]);
+    for krate in &crates {
+        package.args(["--package", &krate.name]);
     }
     ensure!(package.status()?.success(), "cargo package failed");
-    sizes(&root.join("target/package"))?;
+    let unpacked = unpack(root, &crates)?;
+    check(root, &unpacked, &["--workspace", "--examples"])?;
+    if each {
+        for krate in &crates {
+            check(root, &unpacked, &["--package", &krate.name])?;
+        }
+    }
     for feature in features {
         outside(root, feature)?;
+    }
+    Ok(())
+}
+
+/// Prints the crates in the order in which they are published, one a line.
+///
+/// # Errors
+/// If cargo cannot be asked.
+pub fn order(root: &Path) -> Result<()> {
+    for krate in in_order(published(root)?)? {
+        println!("{}", krate.name);
     }
     Ok(())
 }
@@ -38,19 +75,113 @@ fn cargo(root: &Path) -> Command {
     cargo
 }
 
-fn sizes(folder: &Path) -> Result<()> {
-    for entry in fs::read_dir(folder).with_context(|| format!("no {}", folder.display()))? {
-        let entry = entry?;
-        let name = entry.file_name();
-        if Path::new(&name).extension().is_some_and(|e| e == "crate") {
-            let bytes = entry.metadata()?.len();
-            println!("{:40} {:8} KiB", name.to_string_lossy(), bytes >> 10);
-            ensure!(
-                bytes < MOST_BYTES,
-                "crates.io takes at most {MOST_BYTES} bytes"
+/// The crates of the workspace but for those that say `publish = false`.
+fn published(root: &Path) -> Result<Vec<Crate>> {
+    let output = cargo(root)
+        .args(["metadata", "--no-deps", "--format-version", "1"])
+        .output()?;
+    ensure!(output.status.success(), "cargo metadata failed");
+    let all: Value = serde_json::from_slice(&output.stdout)?;
+    let packages = all["packages"].as_array().context("packages")?;
+    let text = |value: &Value| value.as_str().map(str::to_owned).context("a text");
+    let taken = packages
+        .iter()
+        .filter(|package| package["publish"].is_null());
+    taken
+        .map(|package| {
+            let dependencies = package["dependencies"].as_array().into_iter().flatten();
+            let needs = dependencies.filter(|d| !d["path"].is_null() && d["kind"] != "dev");
+            Ok(Crate {
+                name: text(&package["name"])?,
+                version: text(&package["version"])?,
+                needs: needs.map(|d| text(&d["name"])).collect::<Result<_>>()?,
+            })
+        })
+        .collect()
+}
+
+/// Each behind all that it needs.
+fn in_order(mut left: Vec<Crate>) -> Result<Vec<Crate>> {
+    let mut done: Vec<Crate> = Vec::new();
+    while !left.is_empty() {
+        let is_ready = |krate: &Crate| {
+            krate
+                .needs
+                .iter()
+                .all(|n| done.iter().any(|d| d.name == *n))
+        };
+        let Some(next) = left.iter().position(is_ready) else {
+            let names: Vec<_> = left.iter().map(|krate| &krate.name[..]).collect();
+            bail!(
+                "{} cannot be published: each needs another, or a crate with `publish = false`",
+                names.join(", ")
             );
-        }
+        };
+        let ready = left.remove(next);
+        done.push(ready);
     }
+    Ok(done)
+}
+
+/// Unpacks the packages beside each other, as one workspace in which each takes the others' packages for those of crates.io.
+fn unpack(root: &Path, crates: &[Crate]) -> Result<PathBuf> {
+    let (packed, unpacked) = (
+        root.join("target/package"),
+        root.join("target/from-packages"),
+    );
+    let _ = fs::remove_dir_all(&unpacked);
+    fs::create_dir_all(&unpacked)?;
+    let mut manifest = "[workspace]\nresolver = \"3\"\nmembers = [\"*-*.*.*\"]\n\n".to_owned();
+    manifest.push_str("[patch.crates-io]\n");
+    for krate in crates {
+        let folder = krate.folder();
+        let file = packed.join(format!("{folder}.crate"));
+        let bytes = fs::metadata(&file)
+            .with_context(|| format!("no {}", file.display()))?
+            .len();
+        println!("{folder:28} {:6} KiB", bytes >> 10);
+        ensure!(
+            bytes < MOST_BYTES,
+            "crates.io takes at most {MOST_BYTES} bytes"
+        );
+        let tar = Command::new("tar")
+            .arg("-xzf")
+            .arg(&file)
+            .arg("-C")
+            .arg(&unpacked)
+            .status();
+        ensure!(
+            tar.context("cannot run tar")?.success(),
+            "tar refuses {folder}"
+        );
+        // The package has a lock file of its own, which a member of a workspace has not.
+        let _ = fs::remove_file(unpacked.join(&folder).join("Cargo.lock"));
+        writeln!(manifest, "{} = {{ path = {folder:?} }}", krate.name)?;
+    }
+    fs::write(unpacked.join("Cargo.toml"), manifest)?;
+    // The versions that this repository is tested with.
+    fs::copy(root.join("Cargo.lock"), unpacked.join("Cargo.lock"))?;
+    Ok(unpacked)
+}
+
+/// Has the compiler check what was unpacked. Dependencies are those that the workspace's lints have checked already.
+fn check(root: &Path, unpacked: &Path, what: &[&str]) -> Result<()> {
+    let start = Instant::now();
+    let status = cargo(unpacked)
+        .args(["check", "--release", "--quiet"])
+        .args(what)
+        .env("CARGO_TARGET_DIR", root.join("target"))
+        .status()?;
+    let what = what.join(" ");
+    ensure!(
+        status.success(),
+        "what crates.io would get does not compile: cargo check {what} in {}",
+        unpacked.display()
+    );
+    println!(
+        "from the packages, {what}: checked in {:.0} s",
+        start.elapsed().as_secs_f64()
+    );
     Ok(())
 }
 
@@ -116,4 +247,44 @@ fn packages(folder: &Path) -> Result<usize> {
     let text = String::from_utf8_lossy(&output.stdout);
     let names: BTreeSet<_> = text.lines().map(|l| l.trim_end_matches(" (*)")).collect();
     Ok(names.len() - 1)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn krate(name: &str, needs: &[&str]) -> Crate {
+        Crate {
+            name: name.to_owned(),
+            version: "1.0.0".to_owned(),
+            needs: needs.iter().map(|&need| need.to_owned()).collect(),
+        }
+    }
+
+    #[test]
+    fn a_crate_is_published_behind_what_it_needs() {
+        let crates = vec![
+            krate("program", &["library", "core"]),
+            krate("library", &["core"]),
+            krate("core", &[]),
+        ];
+        let names: Vec<_> = in_order(crates)
+            .unwrap()
+            .into_iter()
+            .map(|krate| krate.name)
+            .collect();
+        assert_eq!(names, ["core", "library", "program"]);
+    }
+
+    #[test]
+    fn a_crate_that_needs_an_unpublished_one_is_refused_by_name() {
+        let crates = vec![krate("core", &[]), krate("library", &["secret"])];
+        let error = in_order(crates).err().map(|error| error.to_string());
+        assert!(
+            error
+                .as_ref()
+                .is_some_and(|e| e.starts_with("library cannot be published")),
+            "{error:?}"
+        );
+    }
 }
