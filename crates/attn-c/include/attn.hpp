@@ -28,6 +28,14 @@ inline void check(attn_status status) {
     if (status != ATTN_STATUS_OK) throw Error(status);
 }
 
+// Throws where the program was compiled with another version of the interface than its library has.
+inline void check_abi() {
+    const auto of_library = attn_abi_version();
+    if (of_library != ATTN_ABI_VERSION)
+        throw std::runtime_error("attn.h is of version " + std::to_string(ATTN_ABI_VERSION) + " of the interface, and the library of " +
+                                 std::to_string(of_library) + "; compile the program with the header that came with the library");
+}
+
 // The attn_dtype of numbers in host memory. For 16-bit ones, give the dtype by name.
 template <typename T> struct dtype_of;
 template <> struct dtype_of<float> {
@@ -40,6 +48,7 @@ public:
     // "cpu", "cuda", "cuda:1"; without a name, the best one here.
     Device() : Device(nullptr) {}
     explicit Device(const char *name) {
+        check_abi();
         attn_device *device = nullptr;
         check(attn_device_open(name, &device));
         handle_.reset(device);
