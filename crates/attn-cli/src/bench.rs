@@ -1,19 +1,16 @@
 //! `attn bench`: named workloads on one backend, beside a pure read of as many bytes in the same run.
 //!
-//! Workloads and timers are those of `attn-bench`. `choice.rs` chooses the workloads, `report.rs` prints figures, `explain.rs` which kernel is chosen and why.
+//! Workloads and timers are those of `attn-bench`. `choice.rs` chooses the workloads, `report.rs` prints figures.
 
-mod choice;
-#[cfg(feature = "cuda")]
-mod explain;
+pub(crate) mod choice;
 mod report;
 
-use std::{error::Error as _, time::Duration};
+use std::error::Error as _;
 
 use anyhow::{Context, Result, bail, ensure};
 use attn::{BackendId, Error, Selection};
 use attn_bench::{Timer, Workload, cpu::CpuTimer};
 use choice::{CustomArgs, chosen, default_names};
-use indicatif::{ProgressBar, ProgressStyle};
 use report::{HEADER, bf16_us, line, list};
 use serde_json::json;
 
@@ -22,6 +19,7 @@ use crate::{
     console::Console,
     measured::{Figures, Outcome, Row},
     program::Backends,
+    progress::bar,
     threads::per_core,
 };
 
@@ -29,6 +27,7 @@ use crate::{
 #[derive(clap::Args)]
 pub struct BenchArgs {
     /// Workloads: a whole family/name/format, or any part of it; several of them. `--list` prints all. By default what the backend's targets name.
+    #[arg(conflicts_with = "heads")]
     names: Vec<String>,
     /// The backend to time: cuda, wgpu or cpu; the best present by default, as for `run`.
     #[arg(long)]
@@ -45,12 +44,8 @@ pub struct BenchArgs {
     #[arg(long, conflicts_with = "list")]
     centres: bool,
     /// Print names and bytes, and stop.
-    #[arg(long, conflicts_with_all = ["threads", "runs"])]
+    #[arg(long, conflicts_with_all = ["threads", "runs", "heads"])]
     list: bool,
-    /// Print the CUDA kernels that cover each workload, their estimated times and the choice, for the GPU that is here or else for an H200, and stop.
-    #[cfg(feature = "cuda")]
-    #[arg(long, conflicts_with_all = ["backend", "list", "threads", "runs"])]
-    explain: bool,
     /// On the CPU, also what takes gigabytes of memory.
     #[arg(long)]
     large: bool,
@@ -144,14 +139,6 @@ pub fn bench(args: &BenchArgs, console: &mut Console<'_>, backends: &Backends) -
     if !args.names.is_empty() {
         workloads = chosen(&args.names)?;
     }
-    #[cfg(feature = "cuda")]
-    if args.explain {
-        if workloads.is_empty() {
-            workloads = chosen(&default_names(BackendId::Cuda))?;
-        }
-        explain::explain(&workloads, console)?;
-        return Ok(true);
-    }
     let backend = match args.backend {
         Some(backend) => backend,
         None => best(console, backends)?,
@@ -182,14 +169,6 @@ fn best(console: &mut Console<'_>, backends: &Backends) -> Result<BackendId> {
     Ok(id)
 }
 
-/// A bar on stderr, where that is a terminal, that names the workload at hand.
-fn progress(count: usize) -> Result<ProgressBar> {
-    let style = ProgressStyle::with_template("{wide_bar} {pos}/{len} {msg}, {eta} left")?;
-    let bar = ProgressBar::new(count as u64).with_style(style);
-    bar.enable_steady_tick(Duration::from_millis(200));
-    Ok(bar)
-}
-
 /// Measures workloads by each timer and prints them; whether no device failed.
 fn measure_all(
     timers: &mut [Box<dyn Timer>],
@@ -198,7 +177,7 @@ fn measure_all(
     console: &mut Console<'_>,
 ) -> Result<bool> {
     let (mut rows, mut values, mut healthy) = (Vec::new(), Vec::new(), true);
-    let bar = progress(timers.len() * workloads.len())?;
+    let bar = bar(timers.len() * workloads.len());
     for (device, timer) in timers.iter_mut().enumerate() {
         let runs = args.runs.map_or(timer.runs(), |runs| runs as usize);
         let name = timer.device();

@@ -72,6 +72,21 @@ pub fn devices(console: &mut Console<'_>, backends: &Backends) -> Result<()> {
     Ok(())
 }
 
+/// Prints a line for each backend: its device, or why it is not available.
+pub fn seen(console: &mut Console<'_>, backends: &Backends) -> Result<()> {
+    console.table(format_args!("attn {} sees", env!("CARGO_PKG_VERSION")))?;
+    for id in BackendId::ALL {
+        match (backends.open)(id) {
+            Ok(backend) => {
+                let device = backend.device();
+                console.table(format_args!("  {id:5} {} ({})", device.name, device.detail))?;
+            }
+            Err(reason) => console.table(format_args!("  {id:5} not available: {reason}"))?,
+        }
+    }
+    Ok(console.table("")?)
+}
+
 /// Runs the conformance table over one or every backend that is here; whether all passed.
 pub fn check(
     only: Option<BackendId>,

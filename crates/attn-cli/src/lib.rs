@@ -13,6 +13,7 @@ mod bench;
 mod check;
 pub mod console;
 pub mod data;
+mod explain;
 #[cfg(test)]
 mod faulty;
 pub mod figures;
@@ -20,6 +21,7 @@ pub mod inspect;
 pub mod measured;
 pub mod pages;
 pub mod program;
+pub mod progress;
 pub mod quantize;
 mod run;
 pub mod target;
@@ -46,7 +48,7 @@ struct Args {
 
 #[derive(Subcommand)]
 enum Command {
-    /// Decode over real K, V and Q in several formats, beside the exact result (the default).
+    /// Decode over real K, V and Q in several formats, beside the exact result; without a command, over the bundled ones.
     Run(run::RunArgs),
     /// Which backends are here, and why the others are not.
     Devices,
@@ -58,6 +60,8 @@ enum Command {
     },
     /// Time named workloads, or a shape of your own, beside a pure read of as many bytes.
     Bench(bench::BenchArgs),
+    /// What a step of a shape has to read, by which kernel, and the time of a plain read of as much; nothing is run.
+    Explain(explain::ExplainArgs),
     /// K and V of a safetensors file as pages of a format, in another safetensors file.
     Quantize(quantize::QuantizeArgs),
     /// The pages of `attn quantize` back as f32 K and V.
@@ -68,6 +72,11 @@ enum Command {
     Completions {
         /// The shell.
         shell: clap_complete::Shell,
+    },
+    /// The manual as pages for `man`: written into a folder, a page for each command; or the first one, on standard output.
+    Manual {
+        /// The folder.
+        folder: Option<std::path::PathBuf>,
     },
     #[command(hide = true, disable_help_flag = true)]
     Generate(attn_eval::AnyArgs),
@@ -96,9 +105,10 @@ impl Arguments for Args {
 
     fn run(self, console: &mut Console<'_>, backends: &Backends) -> Result<bool> {
         match self.command {
-            None => run::run(&run::RunArgs::default(), console, backends),
+            None => first(console, backends),
             Some(Command::Run(run)) => run::run(&run, console, backends),
             Some(Command::Bench(bench)) => bench::bench(&bench, console, backends),
+            Some(Command::Explain(args)) => explain::explain(&args, console).map(|()| true),
             Some(Command::Devices) => check::devices(console, backends).map(|()| true),
             Some(Command::Check { backend }) => check::check(backend, console, backends),
             Some(Command::Quantize(args)) => quantize::quantize(&args, console).map(|()| true),
@@ -107,9 +117,30 @@ impl Arguments for Args {
             Some(Command::Completions { shell }) => {
                 program::completions::<Args>(shell, console).map(|()| true)
             }
+            Some(Command::Manual { folder }) => {
+                program::manual::<Args>(folder.as_deref(), console).map(|()| true)
+            }
             Some(Command::Generate(_)) => attn_eval::command("generate"),
             Some(Command::Perplexity(_)) => attn_eval::command("perplexity"),
             Some(Command::Plot(_)) => attn_eval::command("plot"),
         }
     }
+}
+
+/// What to do after the first call.
+const NEXT: &str = "
+next: attn explain --heads 32/8 --ctx 8192   bytes, kernels and ceiling of a step of your model's shape
+      attn bench                             times on this device, beside a plain read
+      attn run FILE                          the same table for your own K, V and Q
+      attn check                             whether every bit is right on this machine
+      attn --help                            all commands";
+
+/// Without a command: what is here, the bundled data in the usual formats, and what to do next.
+fn first(console: &mut Console<'_>, backends: &Backends) -> Result<bool> {
+    if !console.json {
+        check::seen(console, backends)?;
+    }
+    let passed = run::run(&run::RunArgs::first(), console, backends)?;
+    console.table(NEXT)?;
+    Ok(passed)
 }

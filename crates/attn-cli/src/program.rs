@@ -4,12 +4,13 @@
 //! read, written or printed; and with 141, quietly, if the reader of its output is gone (as a shell reports programs that SIGPIPE ends).
 
 use std::{
-    env,
+    env, fs,
     io::{self, Write},
+    path::Path,
     process::ExitCode,
 };
 
-use anyhow::Result;
+use anyhow::{Context, Result};
 use attn::{BackendId, DecodeAttention, Error, Selection, Unsupported};
 use clap::{CommandFactory, Parser};
 use clap_complete::Shell;
@@ -147,6 +148,26 @@ pub fn completions<A: CommandFactory>(shell: Shell, console: &mut Console<'_>) -
     clap_complete::generate(shell, &mut command, name, &mut script);
     console.line(String::from_utf8_lossy(&script).trim_end())?;
     Ok(())
+}
+
+/// Writes the manual of a program and of each command into a folder, as pages for `man`; without one, prints the program's.
+///
+/// # Errors
+/// If the folder cannot be written, or standard output takes no more.
+pub fn manual<A: CommandFactory>(folder: Option<&Path>, console: &mut Console<'_>) -> Result<()> {
+    let Some(folder) = folder else {
+        let mut page = Vec::new();
+        clap_mangen::Man::new(A::command()).render(&mut page)?;
+        return Ok(console.line(String::from_utf8_lossy(&page).trim_end())?);
+    };
+    let written =
+        fs::create_dir_all(folder).and_then(|()| clap_mangen::generate_to(A::command(), folder));
+    written.with_context(|| {
+        format!(
+            "cannot write {}; name a folder that is writable",
+            folder.display()
+        )
+    })
 }
 
 #[cfg(test)]

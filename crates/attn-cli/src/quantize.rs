@@ -12,6 +12,7 @@ use crate::{
     data::{Inputs, Kv, LayerName, Layout, load_kv, read},
     figures::{Difference, number},
     pages::{CHECKSUM, KIND, SETTINGS, checksum, read_pages},
+    progress::bar,
     target::Target,
 };
 
@@ -139,14 +140,18 @@ pub fn quantize(args: &QuantizeArgs, console: &mut Console<'_>) -> Result<()> {
         ("page_size".to_owned(), page_size.to_string()),
     ]);
     let (mut tensors, mut rows) = (Tensors::new(), Vec::new());
+    let bar = bar(layers.len());
     for kv in &layers {
+        bar.set_message(kv.name.to_string());
         let shape =
             json!({ "tokens": kv.seq, "num_kv_heads": kv.kv_heads, "head_dim": kv.head_dim });
         metadata.insert(kv.name.raw().to_owned(), shape.to_string());
         let row = quantize_layer(kv, format, page_size, &mut tensors)
             .with_context(|| format!("layer {} cannot be quantized", kv.name))?;
         rows.push(row);
+        bar.inc(1);
     }
+    bar.finish_and_clear();
     let content = tensors
         .iter()
         .map(|(name, dtype, shape, bytes)| (&**name, *dtype, &shape[..], &bytes[..]));

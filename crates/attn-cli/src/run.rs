@@ -16,6 +16,7 @@ use crate::{
     data::{Layer, Layers, Layout, load},
     figures::{greater, lse_difference},
     program::Backends,
+    progress::bar,
 };
 
 /// What `attn run` reads and compares.
@@ -32,18 +33,23 @@ pub struct RunArgs {
     /// cuda, wgpu or cpu; the best present by default.
     #[arg(long)]
     backend: Option<BackendId>,
+    /// Whether all backends have been named already, with what is in the way of each.
+    #[arg(skip)]
+    are_named: bool,
 }
 
 const DEFAULT_FORMATS: &str = "bf16,fp8,int8,int8/int4,int4";
 
-impl Default for RunArgs {
-    fn default() -> Self {
+impl RunArgs {
+    /// The bundled data in the usual formats, after the backends have been named.
+    pub(crate) fn first() -> Self {
         let format = |name: &str| name.parse().expect("the default formats exist");
         RunArgs {
             file: None,
             layout: None,
             kv: DEFAULT_FORMATS.split(',').map(format).collect(),
             backend: None,
+            are_named: true,
         }
     }
 }
@@ -103,9 +109,11 @@ pub fn run(args: &RunArgs, console: &mut Console<'_>, backends: &Backends) -> Re
     } = (backends.select)(args.backend)?;
     let mut clock = DeviceClock::open(id, &*backend)?;
     let mut rows = Vec::new();
+    let bar = bar(args.kv.len() * layers.len());
     for &format in &args.kv {
         let (mut totals, mut per_layer) = (Totals::default(), Vec::new());
         for layer in &layers {
+            bar.set_message(format!("{format}, {}", layer.kv.name));
             let mut own = Totals::default();
             let (problem, rows) = decode(&*backend, layer, format, scale, &mut own)?;
             if let Some(clock) = &mut clock {
@@ -114,13 +122,17 @@ pub fn run(args: &RunArgs, console: &mut Console<'_>, backends: &Backends) -> Re
             per_layer.push(own.layer_value(layer.kv.name.raw()));
             totals.add(&own);
             for what in not_finite(layer, &rows) {
-                console.remark(format_args!("{format}, layer {}: {what}", layer.kv.name));
+                bar.suspend(|| {
+                    console.remark(format_args!("{format}, layer {}: {what}", layer.kv.name));
+                });
             }
+            bar.inc(1);
         }
         rows.push((format, totals.figures(), per_layer));
     }
+    bar.finish_and_clear();
     let device = backend.device();
-    if !console.json {
+    if !console.json && !args.are_named {
         for (_, reason) in &refused {
             console.remark(format_args!("not used: {reason}"));
         }

@@ -341,6 +341,43 @@ fn bench_times_a_shape_of_ones_own() {
 }
 
 #[test]
+fn without_a_command_the_program_says_what_is_here_and_what_to_do_next() {
+    let output = attn(&[]).env("ATTN_BACKEND", "cpu").output().unwrap();
+    let said = text(&output.stdout);
+    assert_eq!(output.status.code(), Some(0), "{said}");
+    // Every backend once, the table, and commands that exist.
+    for name in ["cuda", "wgpu", "cpu"] {
+        let lines = said
+            .lines()
+            .filter(|l| l.starts_with(&format!("  {name:5} ")));
+        assert_eq!(lines.count(), 1, "{name}: {said}");
+    }
+    assert!(said.contains("| int8/int4 |"), "{said}");
+    assert!(!text(&output.stderr).contains("not used"), "{said}");
+    let (_, next) = said.split_once("\nnext: ").expect("a last part");
+    let help = printed(&["--help"]);
+    for line in next.lines().filter(|line| !line.contains("--help")) {
+        let command = line.trim_start().split(' ').nth(1).unwrap();
+        assert!(help.contains(&format!("  {command} ")), "{command}: {help}");
+    }
+}
+
+#[test]
+fn the_manual_has_a_page_for_every_command() {
+    let folder = Folder::new();
+    printed(&["manual", &folder.path("man")]);
+    for page in ["attn.1", "attn-run.1", "attn-bench.1", "attn-explain.1"] {
+        let page = std::fs::read_to_string(folder.path(&format!("man/{page}"))).unwrap();
+        assert!(page.contains(".SH SYNOPSIS"), "{page}");
+    }
+    assert!(printed(&["manual"]).contains("attn\\-explain(1)"));
+    refused(
+        &run(&["manual", "/dev/null/man"]),
+        &["cannot write /dev/null/man"],
+    );
+}
+
+#[test]
 fn completions_name_every_command() {
     for shell in ["bash", "zsh", "fish", "powershell", "elvish"] {
         let output = run(&["completions", shell]);

@@ -45,6 +45,11 @@ enum Command {
         /// The shell.
         shell: clap_complete::Shell,
     },
+    /// The manual as pages for `man`: written into a folder, a page for each command; or the first one, on standard output.
+    Manual {
+        /// The folder.
+        folder: Option<std::path::PathBuf>,
+    },
 }
 
 fn main() -> ExitCode {
@@ -72,6 +77,9 @@ impl Arguments for Args {
             Command::Plot(args) => plot::plot(&args).map(|()| true),
             Command::Completions { shell } => {
                 program::completions::<Args>(shell, console).map(|()| true)
+            }
+            Command::Manual { folder } => {
+                program::manual::<Args>(folder.as_deref(), console).map(|()| true)
             }
         }
     }

@@ -6,9 +6,9 @@ use attn_bench::{Workload, workloads};
 
 /// A decode step of any shape, in place of named workloads.
 #[derive(clap::Args)]
-pub(super) struct CustomArgs {
-    /// Time a shape of your own: query heads and KV heads, as in 28/4.
-    #[arg(long, value_name = "Q/KV", value_parser = heads, conflicts_with_all = ["names", "list"])]
+pub struct CustomArgs {
+    /// A shape of your own: query heads and KV heads, as in 28/4.
+    #[arg(long, value_name = "Q/KV", value_parser = heads)]
     heads: Option<[usize; 2]>,
     /// Dims of a head.
     #[arg(long, default_value_t = 128, requires = "heads")]
@@ -50,7 +50,7 @@ fn heads(text: &str) -> Result<[usize; 2], String> {
 
 impl CustomArgs {
     /// One workload per format; none if no shape was given.
-    pub(super) fn workloads(&self) -> Result<Vec<Workload>> {
+    pub(crate) fn workloads(&self) -> Result<Vec<Workload>> {
         let Some([q, kv]) = self.heads else {
             return Ok(Vec::new());
         };
@@ -94,7 +94,7 @@ pub(super) fn default_names(backend: BackendId) -> Vec<String> {
 }
 
 /// The workloads with one of these names, or else with one of these in their names.
-pub(super) fn chosen(names: &[String]) -> Result<Vec<Workload>> {
+pub(crate) fn chosen(names: &[String]) -> Result<Vec<Workload>> {
     let all = workloads();
     let mut wanted = vec![false; all.len()];
     for name in names {
