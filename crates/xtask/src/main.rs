@@ -7,6 +7,7 @@ mod header;
 mod mutants;
 mod package;
 mod paths;
+mod tarball;
 mod wheel;
 mod words;
 
@@ -33,9 +34,13 @@ const USAGE: &str = "usage: cargo xtask COMMAND
   header [--check]         writes the header of crates/attn-c again from its sources
   kernels                  compiles the CUDA kernels for sm_80 and sm_90a: no stack frames, tensor-core instructions
   mutants [--help]         changes one expression at a time, and sees whether a test fails
-  package [--verify] [--quick]
-                           packages what crates.io would get, and checks a crate outside with each feature alone; quick: with `cpu` alone
+  package [--each] [--quick] [--order]
+                           packages what crates.io would get and checks all crates from their packages (each: one by one, too), and a crate outside
+                           with each feature alone (quick: with `cpu` alone); --order lists the crates as they are published
+  release-check [fast]     every way in which others get this, in fresh folders: crates, programs, C package, wheel, workflows; with times
   tables [--check | DIR]   writes the tables of the documents again from docs/data, or from a run of .ci/gpu
+  tarball [--built] [--features wgpu]
+                           headers, libraries, pkg-config and CMake files for C and C++, into target/tarball; built: of the tests' library
   wheel                    builds the Python package for machines without Rust, into target/wheels
   words                    finds words that docs/architecture.md's glossary has replaced, variables that docs/variables.md lacks,
                            and files that a document names and that do not exist";
@@ -62,9 +67,17 @@ fn main() -> Result<()> {
             } else {
                 &["cpu", "cuda", "wgpu"]
             };
-            package::run(&root(), has("--verify"), features)
+            if has("--order") {
+                return package::order(&root());
+            }
+            package::run(&root(), has("--each"), features)
         }
         Some("tables") => script("tables", &arguments[1..]),
+        Some("release-check") => script("release-check", &arguments[1..]),
+        Some("tarball") => {
+            let features = arguments.iter().skip_while(|a| *a != "--features").nth(1);
+            tarball::run(&root(), has("--built"), features.map(String::as_str))
+        }
         Some("wheel") => wheel::run(&root()),
         Some("words") => words::run(&root()),
         _ => bail!(USAGE),
