@@ -25,6 +25,21 @@ pub struct HostStep {
     modifiers: Modifiers,
 }
 
+/// What an attention reads and writes, as capsules of arrays in host memory.
+#[derive(FromPyObject)]
+pub struct HostArrays<'py> {
+    /// `[query tokens, heads, dim]`.
+    q: Bound<'py, PyCapsule>,
+    /// As q.
+    out: Bound<'py, PyCapsule>,
+    /// float32 `[query tokens, heads]`, if they are asked for.
+    lse: Option<Bound<'py, PyCapsule>>,
+    /// uint8, whole pages.
+    pool: Bound<'py, PyCapsule>,
+    /// int32 `[sequences, pages]`.
+    page_table: Bound<'py, PyCapsule>,
+}
+
 #[pymethods]
 impl HostPages {
     #[new]
@@ -57,25 +72,16 @@ impl HostPages {
             .map_err(errors::of)
     }
 
-    /// q and out: `[query tokens, heads, dim]`; lse: float32 `[query tokens, heads]`; page_table: int32 `[sequences, pages]`.
-    #[pyo3(signature = (q, out, lse, pool, page_table, step))]
-    fn attend(
-        &self,
-        py: Python<'_>,
-        q: &Bound<'_, PyCapsule>,
-        out: &Bound<'_, PyCapsule>,
-        lse: Option<&Bound<'_, PyCapsule>>,
-        pool: &Bound<'_, PyCapsule>,
-        page_table: &Bound<'_, PyCapsule>,
-        step: HostStep,
-    ) -> PyResult<()> {
-        let (q, mut out) = (Array::new("q", q)?, Array::new("out", out)?);
+    fn attend(&self, py: Python<'_>, arrays: HostArrays<'_>, step: HostStep) -> PyResult<()> {
+        let mut out = Array::new("out", &arrays.out)?;
+        let q = Array::new("q", &arrays.q)?;
         q.check_rank(3, "[query tokens, heads, dim]")?;
         let (pool, table) = (
-            Array::new("pool", pool)?,
-            Array::new("page_table", page_table)?,
+            Array::new("pool", &arrays.pool)?,
+            Array::new("page_table", &arrays.page_table)?,
         );
-        let mut lse = lse.map(|lse| Array::new("lse", lse)).transpose()?;
+        let lse = arrays.lse.as_ref().map(|lse| Array::new("lse", lse));
+        let mut lse = lse.transpose()?;
         let heads = Heads {
             q: q.shape[1],
             kv: self.layout.num_kv_heads(),

@@ -94,12 +94,12 @@ class HostPages:
         outputs = Rows("out", out, writable=True)
         if outputs.shape != rows.shape:
             raise ShapeError(f"out has the shape {list(outputs.shape)}; needed: that of q, {list(rows.shape)}")
-        self._pages.attend(
-            rows.capsule(None),
-            outputs.capsule(None),
-            None if lse is None else Rows("lse", lse, writable=True).capsule(None),
-            Rows("pool", pool).capsule(None),
-            Rows("page_table", page_table).capsule(None),
-            step,
+        arrays = SimpleNamespace(
+            q=rows.capsule(None),
+            out=outputs.capsule(None),
+            lse=None if lse is None else Rows("lse", lse, writable=True).capsule(None),
+            pool=Rows("pool", pool).capsule(None),
+            page_table=Rows("page_table", page_table).capsule(None),
         )
+        self._pages.attend(arrays, step)
         return out if lse is None else (out, lse)
