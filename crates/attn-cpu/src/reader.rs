@@ -89,6 +89,24 @@ enum Location<'a> {
     View(&'a KvView<'a>),
 }
 
+impl<'a> Location<'a> {
+    /// One KV head of one sequence of the table, in the pages of a pool.
+    fn pages(
+        pool: &'a [u8],
+        layout: &PageLayout,
+        table: &'a PageTable,
+        [sequence, head]: [usize; 2],
+    ) -> Self {
+        Location::Pages {
+            pool,
+            layout: *layout,
+            offsets: RunOffsets::new(layout, head),
+            pages: &table.pages[sequence],
+            table,
+        }
+    }
+}
+
 impl<'a> Reader<'a> {
     /// Opens one KV head of one sequence.
     ///
@@ -109,15 +127,8 @@ impl<'a> Reader<'a> {
                     backend: crate::BACKEND,
                     what: "cache",
                 })?;
-                let layout = *cache.layout();
                 Reader {
-                    location: Location::Pages {
-                        pool,
-                        layout,
-                        offsets: RunOffsets::new(&layout, head),
-                        pages: &table.pages[sequence],
-                        table,
-                    },
+                    location: Location::pages(pool, cache.layout(), table, [sequence, head]),
                     sequence,
                     head,
                     tensor_scales: layer.tensor_scales().map(pick),
@@ -125,15 +136,9 @@ impl<'a> Reader<'a> {
                 }
             }
             KvMemory::Pool(pool) => {
-                let (layout, table) = (*pool.layout(), pool.table());
+                let at = [sequence, head];
                 Reader {
-                    location: Location::Pages {
-                        pool: pool.bytes(),
-                        layout,
-                        offsets: RunOffsets::new(&layout, head),
-                        pages: &table.pages[sequence],
-                        table,
-                    },
+                    location: Location::pages(pool.bytes(), pool.layout(), pool.table(), at),
                     sequence,
                     head,
                     tensor_scales: [1.0; 2],
