@@ -33,12 +33,18 @@ struct ThreadRows {
     float scale[2];  // of scores
     float base[2][2];  // what scores count from on the grid: of the first tile, and of all later ones
     int sum[2];      // Q, of queries in integers
-    int all_start, all_end;  // tokens that all of the warp's rows see
+    int all_start, all_end;  // tokens that all of the warp's rows see; where warps multiply for themselves, registers are few, and lanes vote
 
     // Of a tile's scores.
     METHOD float base_of(int h, int index) const { return !HAS_CENTRES ? SCORE_BASE : index == 0 ? base[0][h] : base[1][h]; }
     METHOD bool sees(int h, int t) const { return t >= start[h] && t < end[h]; }
-    METHOD bool see_all(int t0, int tokens = TILE) const { return all_start <= t0 && t0 + tokens <= all_end; }
+    METHOD bool see_all(int t0, int tokens = TILE) const {
+        if (ATTN_BULK) return all_start <= t0 && t0 + tokens <= all_end;
+        bool full = true;
+#pragma unroll
+        for (int h = 0; h < THREAD_ROWS; h++) full &= start[h] <= t0 && t0 + tokens <= end[h];
+        return __all_sync(~0u, full);
+    }
 };
 
 struct Warpgroup {
@@ -73,6 +79,7 @@ struct Warpgroup {
             rows.position[h] = seen.position;
             rows.tile[h] = seen.tile;
         }
+        if (!ATTN_BULK) return;
         rows.all_start = warp_max(max(rows.start[0], rows.start[THREAD_ROWS - 1]));
         rows.all_end = warp_min(min(rows.end[0], rows.end[THREAD_ROWS - 1]));
     }
