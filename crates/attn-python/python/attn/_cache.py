@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, List, Optional, Sequence, Tuple, Union
 
 from . import _attn
-from ._arrays import Rows, _numpy
+from ._arrays import Results, Rows, _numpy
 from ._errors import ParameterError, ShapeError, UnsupportedError
 from ._image import SequenceImage
 from ._options import Modifiers, count, counts, device_name, flag, format_name, numbers, one_or_more, optional_count
@@ -374,21 +374,16 @@ class Cache:
             layer=self._layer(layer),
             modifiers=Modifiers.of(scale, causal, softcap, window_left, alibi_slopes, sinks, arithmetic),
         )
-        if out is None:
-            out = rows.empty(rows.shape)
-        lse = rows.empty(rows.shape[:-1], single=True) if flag("return_lse", return_lse) else None
-        outputs = Rows("out", out, writable=True)
-        if outputs.shape != rows.shape:
-            raise ShapeError(f"out has the shape {list(outputs.shape)}; needed: that of q, {list(rows.shape)}")
+        results = Results(rows, out, flag("return_lse", return_lse))
         stream = rows.stream()
         self._cache.attend(
             rows.contiguous().flat("q", 3).with_rows_together().capsule(stream),
-            outputs.flat("out", 3).capsule(stream),
-            None if lse is None else Rows("lse", lse, writable=True).flat("lse", 2).capsule(stream),
+            results.out.flat("out", 3).capsule(stream),
+            None if results.lse is None else results.lse.flat("lse", 2).capsule(stream),
             options,
             stream,
         )
-        return out if lse is None else (out, lse)
+        return results.arrays()
 
     def attend_spans(
         self,

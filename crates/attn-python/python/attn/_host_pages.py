@@ -6,8 +6,7 @@ from types import SimpleNamespace
 from typing import Any, Optional, Sequence
 
 from . import _attn
-from ._arrays import Rows
-from ._errors import ShapeError
+from ._arrays import Results, Rows
 from ._options import Modifiers, count, counts, flag, format_name
 
 
@@ -88,18 +87,13 @@ class HostPages:
             q_lens=[1] * len(lens) if q_lens is None else counts("q_lens", q_lens),
             modifiers=Modifiers.of(scale, causal, softcap, window_left, alibi_slopes, sinks, "exact"),
         )
-        if out is None:
-            out = rows.empty(rows.shape)
-        lse = rows.empty(rows.shape[:-1], single=True) if flag("return_lse", return_lse) else None
-        outputs = Rows("out", out, writable=True)
-        if outputs.shape != rows.shape:
-            raise ShapeError(f"out has the shape {list(outputs.shape)}; needed: that of q, {list(rows.shape)}")
+        results = Results(rows, out, flag("return_lse", return_lse))
         arrays = SimpleNamespace(
             q=rows.capsule(None),
-            out=outputs.capsule(None),
-            lse=None if lse is None else Rows("lse", lse, writable=True).capsule(None),
+            out=results.out.capsule(None),
+            lse=None if results.lse is None else results.lse.capsule(None),
             pool=Rows("pool", pool).capsule(None),
             page_table=Rows("page_table", page_table).capsule(None),
         )
         self._pages.attend(arrays, step)
-        return out if lse is None else (out, lse)
+        return results.arrays()
