@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use attn_core::{Heads, KvFormat, Problem};
+use attn_core::{HeadDim, Heads, KvFormat, Problem};
 use attn_kernels::{
     CUDA,
     cuda::{Arch, Exponential, Instance, KvLayout, Target},
@@ -22,12 +22,8 @@ const READERS: [&str; 8] = [
 
 /// The macros of all kinds of instances that have any.
 fn macros() -> BTreeSet<String> {
-    let (format, head_dim, page_size) = (KvFormat::INT8, 128, 64);
-    let heads = Heads {
-        q: 16,
-        kv: 1,
-        dim: head_dim,
-    };
+    let (format, head_dim, page_size) = (KvFormat::INT8, HeadDim::same(128), 64);
+    let heads = Heads::new(16, 1, head_dim);
     let mut instances = vec![Instance::Append {
         format,
         head_dim,
@@ -64,7 +60,7 @@ fn words(text: &str) -> impl Iterator<Item = &str> {
 #[test]
 fn macros_of_an_instance_are_read_where_they_become_constants() {
     let macros = macros();
-    for name in ["ATTN_HEAD_DIM", "ATTN_ROTARY", "ATTN_WHOLE_ITEMS"] {
+    for name in ["ATTN_V_DIM", "ATTN_ROTARY", "ATTN_WHOLE_ITEMS"] {
         assert!(macros.contains(name), "{name} is no macro of {macros:?}");
     }
     let mut read = BTreeSet::new();

@@ -39,20 +39,21 @@ struct Job {
 }
 
 #let ROTATES = K_STRIDES + V_STRIDES > 0
-// Tokens that are quantized together: whole numbers of eight, so that no parameters of two tokens in a word are apart.
-#let CHUNK = ROTATES && D > 128 ? 8 : 16
+// Tokens that are quantized together: even numbers, so that no parameters of two tokens in a word are apart.
+#let MOST_DIMS = KD > VD ? KD : VD
+#let CHUNK = !ROTATES || MOST_DIMS <= 128 ? 16 : MOST_DIMS <= 256 ? 8 : 4
 var<workgroup> low: array<atomic<u32>, $(CHUNK * AG)>;       // (token of the chunk, group): keys of the extremes
 var<workgroup> high: array<atomic<u32>, $(CHUNK * AG)>;
 var<workgroup> param: array<u32, $(CHUNK * AG)>;             // (token of the chunk, group): f16 scale in the low half, shift in the high half
 #if ROTATES
-var<workgroup> rows: array<f32, $(CHUNK * D)>;               // (token of the chunk, dim)
+var<workgroup> rows: array<f32, $(CHUNK * MOST_DIMS)>;               // (token of the chunk, dim)
 
-// The butterflies of all strides in the first `count` rows, and the product with a power of two.
-fn rotate_rows(count: u32, strides: u32, factor: f32, tid: u32) {
+// The butterflies of all strides in rows of so many elements together, and the product with a power of two.
+fn rotate_rows(elements: u32, strides: u32, factor: f32, tid: u32) {
     for (var s = 0u; s < strides; s++) {
         let stride = 1u << s;
         workgroupBarrier();
-        for (var i = tid; i < count * $(D / 2)u; i += $(THREADS)u) {
+        for (var i = tid; i < elements / 2u; i += $(THREADS)u) {
             let at = ((i >> s) << (s + 1u)) + (i & (stride - 1u));
             let a = rows[at];
             let b = rows[at + stride];
@@ -61,7 +62,7 @@ fn rotate_rows(count: u32, strides: u32, factor: f32, tid: u32) {
         }
     }
     workgroupBarrier();
-    for (var i = tid; i < count * $(D)u; i += $(THREADS)u) {
+    for (var i = tid; i < elements; i += $(THREADS)u) {
         rows[i] = rows[i] * factor;
     }
     workgroupBarrier();
@@ -71,9 +72,9 @@ fn rotate_rows(count: u32, strides: u32, factor: f32, tid: u32) {
 #if CENTRES
 // Takes the centre off the chunk's rotated rows of K.
 fn centre_rows(job: Job, head: u32, tid: u32) {
-    let centre = (((job.centre >> 1u) * params.num_kv_heads + head) * 2u + (job.centre & 1u)) * $(D / 2)u;
-    for (var i = tid; i < (job.end - job.first) * $(D / 2)u; i += $(THREADS)u) {
-        let at = centre + i % $(D / 2)u;
+    let centre = (((job.centre >> 1u) * params.num_kv_heads + head) * 2u + (job.centre & 1u)) * $(KD / 2)u;
+    for (var i = tid; i < (job.end - job.first) * $(KD / 2)u; i += $(THREADS)u) {
+        let at = centre + i % $(KD / 2)u;
         let low = rows[2u * i];
         let high = rows[2u * i + 1u];
         var pair = 0u;
@@ -93,6 +94,7 @@ fn centre_rows(job: Job, head: u32, tid: u32) {
 #for SIDE in 0..2
 // The parameters and codes of new tokens' K (SIDE 0) or V (SIDE 1).
 #let S = SIDE == 0 ? K : V
+#let D = SIDE == 0 ? KD : VD
 #let G = SIDE == 0 ? KG : VG
 #let SCALED = SIDE == 0 ? K_SCALED : V_SCALED
 #let BITS = SIDE == 0 ? K_BITS : V_BITS
@@ -311,7 +313,7 @@ fn append_chunks_$(SIDE)(job: Job, head: u32, tid: u32) {
         for (var i = tid; i < (chunk.end - first) * $(D)u; i += $(THREADS)u) {
             rows[i] = bitcast<f32>(source_$(SIDE)_at(chunk, head, first + i / $(D)u, i % $(D)u));
         }
-        rotate_rows(chunk.end - first, $(STRIDES)u, exp2i(-$(STRIDES / 2)), tid);
+        rotate_rows((chunk.end - first) * $(D)u, $(STRIDES)u, exp2i(-$(STRIDES / 2)), tid);
 #end
 #if CENTRES && SIDE == 0
         centre_rows(chunk, head, tid);

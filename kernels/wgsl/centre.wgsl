@@ -33,7 +33,7 @@ fn k_codes(place: TokenAddr, d: u32) -> u32 {
 // What the sequence stores of dims d to d + 3 of token t.
 fn k_values(tile: u32, head: u32, t: u32, d: u32) -> vec4<f32> {
     let place = place_of(tile + 4u, head, t);
-    let scale = load_f16(place.buffer, place.at * 4u + $(K_PARAMS)u, d / $(D / KG)u * $(PS)u + place.token);
+    let scale = load_f16(place.buffer, place.at * 4u + $(K_PARAMS)u, d / $(KD / KG)u * $(PS)u + place.token);
     let codes = k_codes(place, d);
 #if K_BITS == 4
     let half_steps = (codes << 4u) | k_codes(place_of(tile + 8u, head, t), d);
@@ -51,8 +51,8 @@ fn centre(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation
     }
     let head = linear % params.num_kv_heads;
     let tile = linear / params.num_kv_heads * 12u;
-    let first = (tables[tile] * params.num_kv_heads + head) * $(D)u;
-    for (var i = tid; i < $(D / 4)u; i += $(THREADS)u) {
+    let first = (tables[tile] * params.num_kv_heads + head) * $(KD)u;
+    for (var i = tid; i < $(KD / 4)u; i += $(THREADS)u) {
         var sum = vec4<f32>(0.0);
         for (var t = 0u; t < 64u; t++) {
             sum += k_values(tile, head, t, 4u * i);
@@ -60,7 +60,7 @@ fn centre(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation
         let pairs = vec2<u32>(centres[first + 2u * i], centres[first + 2u * i + 1u]);
         let of_first = bitcast<vec4<f32>>(vec4<u32>(pairs.x << 16u, pairs.x & 0xFFFF0000u, pairs.y << 16u, pairs.y & 0xFFFF0000u));
         let mean = bitcast<vec4<u32>>(of_first + sum * 0.015625);
-        centres[first + $(D / 2)u + 2u * i] = centre_of(mean.x) | (centre_of(mean.y) << 16u);
-        centres[first + $(D / 2)u + 2u * i + 1u] = centre_of(mean.z) | (centre_of(mean.w) << 16u);
+        centres[first + $(KD / 2)u + 2u * i] = centre_of(mean.x) | (centre_of(mean.y) << 16u);
+        centres[first + $(KD / 2)u + 2u * i + 1u] = centre_of(mean.z) | (centre_of(mean.w) << 16u);
     }
 }

@@ -266,8 +266,8 @@ fn decode_split(
 #for r in 0..R
     if $(r)u < num_rows {
 #for k in 0..(CH * DPL)
-        if dim_of(lane, $(k)u) < $(D)u {
-            partials[(partial * $(R)u + $(r)u) * $(D)u + dim_of(lane, $(k)u)] = o_$(r)_$(k);
+        if dim_of(lane, $(k)u) < $(VD)u {
+            partials[(partial * $(R)u + $(r)u) * $(VD)u + dim_of(lane, $(k)u)] = o_$(r)_$(k);
         }
 #end
     }

@@ -7,7 +7,7 @@ fn query_unit(first_query: u32, num_queries: u32, head: u32, row: u32, unit: u32
     let safe = min(row, rows - 1u);
     let i = safe / heads;
     let h = head * heads + (safe - i * heads);
-    let at = ((first_query + i) * params.num_q_heads + h) * $(D / 4)u + unit * 4u;
+    let at = ((first_query + i) * params.num_q_heads + h) * $(KD / 4)u + unit * 4u;
     let c = params.log2_scale * bitcast<f32>(tables[params.scales_at + 2u * head]);
 #if K_STRIDES > 0
     return array<vec4<f32>, 4>(product4(q[at], c), product4(q[at + 1u], c), product4(q[at + 2u], c), product4(q[at + 3u], c));
@@ -85,7 +85,7 @@ fn centre_elements(pairs: vec2<u32>) -> vec4<f32> {
 #def score_bases(): lane, sequence, head, num_rows, num_pairs, pair_*, query_* ->
 let row_of_base = lane % $(R)u;
 let has_base = lane < $(2 * R)u && row_of_base < num_rows;
-let centre = ((sequence * params.num_kv_heads + head) * 2u + lane / $(R)u) * $(D / 4)u;
+let centre = ((sequence * params.num_kv_heads + head) * 2u + lane / $(R)u) * $(KD / 4)u;
 #for w in 0..4
 #for n in 0..PAIRS
 if pair_$(n) < num_pairs {

@@ -1,6 +1,6 @@
 // values.wgsl: V's codes and parameters, and the product of a tile's weights with V, folded into the state (docs/arithmetic.md, sections 5 and 6).
 // The number of lanes that have a dim.
-#let DIM_LANES = VIEW && V_BITS == 8 ? D / 4 : V_ROWS
+#let DIM_LANES = VIEW && V_BITS == 8 ? VD / 4 : V_ROWS
 
 // The place of a token of a tile in V's slot order.
 fn slot_of(token: u32) -> u32 {
@@ -43,7 +43,7 @@ fn v_param(word: u32, token: u32) -> vec2<f32> {
 #if V == FP8 && !VIEW
 // The 16 bytes of dim d in the panel of `place.token`: 16 tokens in slot order.
 fn v_panel(place: TokenAddr, d: u32) -> vec4<u32> {
-    return load_vec(place.buffer, place.at + $(V_CODES)u + (place.token / 16u) * $(D)u + d);
+    return load_vec(place.buffer, place.at + $(V_CODES)u + (place.token / 16u) * $(VD)u + d);
 }
 #elif V_BITS == 16
 // One element of 16-bit V.
@@ -112,7 +112,7 @@ shifts[$(64 * g)u + lane] = v_$(g).y;
 #for n in 0..4
 #for c in 0..4
 #for e in 0..4
-let w_$(C)_$(n)_$(c)_$(e) = pool_1[view_row(pages_at + 3u, head, min(tile * 64u + $(16 * n + 2 * c + e % 2 + e / 2 * 8)u, last)) + min(lane + $(T * C)u, $(D / 4 - 1)u)];
+let w_$(C)_$(n)_$(c)_$(e) = pool_1[view_row(pages_at + 3u, head, min(tile * 64u + $(16 * n + 2 * c + e % 2 + e / 2 * 8)u, last)) + min(lane + $(T * C)u, $(VD / 4 - 1)u)];
 #end
 #for h in 0..2
 let even_$(C)_$(n)_$(c)_$(h) = (w_$(C)_$(n)_$(c)_$(2 * h) & 0x00FF00FFu) | ((w_$(C)_$(n)_$(c)_$(2 * h + 1) & 0x00FF00FFu) << 8u);
@@ -207,7 +207,7 @@ let v_$(n)_$(i) = v_raw_$(C)_$(n)_$(i / 2) & vec4<u32>(0xF0F0F0F0u);
 #if VG == 1
 let group_$(i) = 0u;
 #else
-let group_$(i) = min(dim_of(lane, $(C * DPL + i)u), $(D - 1)u) / $(GD)u;
+let group_$(i) = min(dim_of(lane, $(C * DPL + i)u), $(VD - 1)u) / $(GD)u;
 #end
 #end
 #for b in 0..(R / RU)
@@ -273,7 +273,7 @@ if $(b * RU)u < num_rows {
 // Chunk C of the tile's value in f32, folded into O.
 #def fold_float_values(C): lane, pages_at, head, tile, last -> o_*
 #for i in 0..DPL
-let dim_$(i) = min(dim_of(lane, $(C * DPL + i)u), $(D - 1)u);
+let dim_$(i) = min(dim_of(lane, $(C * DPL + i)u), $(VD - 1)u);
 #for r in 0..R
 var value_$(r)_$(i) = 0.0;
 #end

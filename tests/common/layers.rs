@@ -66,29 +66,15 @@ pub fn decode(
 ) -> (Problem, KvCache, Vec<f32>, Vec<f32>) {
     let mut cache = backend
         .create_cache(
-            &CacheConfig::builder(
-                format,
-                Heads {
-                    q: 3,
-                    kv: 3,
-                    dim: 64,
-                },
-            )
-            .unit_tensor_scales()
-            .sequences(1)
-            .max_len(2048)
-            .build(),
+            &CacheConfig::builder(format, Heads::new(3, 3, 64))
+                .unit_tensor_scales()
+                .sequences(1)
+                .max_len(2048)
+                .build(),
         )
         .unwrap();
     cache.append(0, &layer.k, &layer.v).unwrap();
-    let mut problem = Problem::new(
-        Heads {
-            q: 9,
-            kv: 3,
-            dim: 64,
-        },
-        vec![2048],
-    );
+    let mut problem = Problem::new(Heads::new(9, 3, 64), vec![2048]);
     problem.q_lens = vec![8; problem.batch()];
     let plan = backend.plan(&problem, format).unwrap();
     let (mut out, mut lse) = (vec![f32::NAN; layer.out.len()], vec![f32::NAN; 72]);

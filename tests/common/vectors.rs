@@ -68,11 +68,7 @@ pub fn cache(
         k: settings["k"].parse().unwrap(),
         v: settings["v"].parse().unwrap(),
     };
-    let all = Heads {
-        q: heads,
-        kv: heads,
-        dim,
-    };
+    let all = Heads::new(heads, heads, dim);
     let mut config = CacheConfig::builder(format, all)
         .centres(settings.contains_key("centres"))
         .unit_tensor_scales()

@@ -212,7 +212,7 @@ fn refused_images(backend: &dyn DecodeAttention, format: &str) {
         assert!(SequenceImage::from_bytes(part).is_err());
     }
     let mut wider = case.config();
-    (wider.format, wider.head_dim) = (case.format, 128);
+    (wider.format, wider.head_dim) = (case.format, 128.into());
     let mut plain = case.config();
     plain.format = "int4-g1".parse().expect("a format's name");
     for config in [wider, plain] {

@@ -6,14 +6,15 @@ use attn_conformance::{
     trials::Trials,
 };
 use attn_core::{
-    CacheConfig, DecodeAttention, DecodeStep, Error, Heads, KvFormat, KvSource, Problem, events,
+    CacheConfig, DecodeAttention, DecodeStep, Error, HeadDim, Heads, KvFormat, KvSource, Problem,
+    events,
 };
 use tracing::Level;
 
 const HEADS: Heads = Heads {
     q: 2,
     kv: 1,
-    dim: 64,
+    dim: HeadDim::same(64),
 };
 
 /// Adds the tests of this file.
@@ -85,7 +86,10 @@ fn pools_and_plans(backend: &dyn DecodeAttention) {
 /// With a pair of schemes that no other test has.
 fn kernels(backend: &dyn DecodeAttention) {
     let format: KvFormat = "int8-plain/int4-r4-w4".parse().unwrap();
-    let heads = Heads { dim: 256, ..HEADS };
+    let heads = Heads {
+        dim: 256.into(),
+        ..HEADS
+    };
     let problem = Problem::new(heads, [64]);
     if backend.supports(&problem, format).is_err() {
         return;

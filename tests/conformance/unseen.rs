@@ -86,8 +86,13 @@ fn step(
     name: &str,
 ) {
     let plan = backend.plan(problem, case.format).unwrap();
-    let q = noise(9, problem.elements());
-    let memory = || (vec![held; problem.elements()], vec![held; problem.rows()]);
+    let q = noise(9, problem.out_elements());
+    let memory = || {
+        (
+            vec![held; problem.out_elements()],
+            vec![held; problem.rows()],
+        )
+    };
     let (mut out, mut lse) = memory();
     let kv = KvSource::Cache(cache);
     let mut step = DecodeStep::new(&plan, &q, kv, &mut out)

@@ -2,10 +2,10 @@
 
 mod contiguous;
 
-use std::fmt;
+use std::{fmt, ops::Range};
 
 use attn_core::{
-    Arithmetic, CacheConfig, DecodeAttention, Error, Heads, KvCache, KvFormat, Problem,
+    Arithmetic, CacheConfig, DecodeAttention, Error, HeadDim, Heads, KvCache, KvFormat, Problem,
     internals::order_free_pages,
 };
 use half::bf16;
@@ -95,16 +95,14 @@ pub fn noise(seed: u64, n: usize) -> Vec<f32> {
 
 impl Case {
     /// Causal decode of `kv_lens` in `format` on pages of 64 tokens.
-    pub fn new(heads: [usize; 2], head_dim: usize, kv_lens: &[usize], format: KvFormat) -> Self {
+    pub fn new(
+        heads: [usize; 2],
+        head_dim: impl Into<HeadDim>,
+        kv_lens: &[usize],
+        format: KvFormat,
+    ) -> Self {
         Case {
-            problem: Problem::new(
-                Heads {
-                    q: heads[0],
-                    kv: heads[1],
-                    dim: head_dim,
-                },
-                kv_lens.to_vec(),
-            ),
+            problem: Problem::new(Heads::new(heads[0], heads[1], head_dim), kv_lens.to_vec()),
             format,
             page_size: 64,
             inputs: Inputs::Noise,
@@ -120,7 +118,9 @@ impl Case {
     pub fn is_required(&self) -> bool {
         let formats = ["int8", "int4", "int8/int4", "int4-g1", "int4-g4"];
         formats.contains(&self.format.to_string().as_str())
-            && [64, 128].contains(&self.problem.head_dim)
+            && [64, 128]
+                .map(HeadDim::same)
+                .contains(&self.problem.head_dim)
             && self.page_size == 64
             && !self.is_view()
     }
@@ -208,9 +208,20 @@ impl Case {
         config
     }
 
-    /// Numbers per token.
-    pub(crate) fn row(&self) -> usize {
-        self.problem.num_kv_heads * self.problem.head_dim
+    /// Numbers per token of K, and of V.
+    fn widths(&self) -> [usize; 2] {
+        let dims = self.problem.head_dim.both();
+        dims.map(|dim| self.problem.num_kv_heads * dim)
+    }
+
+    /// Some tokens of [`Case::kv`]'s K and V.
+    pub(crate) fn tokens<'a>(
+        &self,
+        [k, v]: &'a [Vec<f32>; 2],
+        tokens: Range<usize>,
+    ) -> [&'a [f32]; 2] {
+        let [in_k, in_v] = self.widths();
+        [(k, in_k), (v, in_v)].map(|(x, width)| &x[tokens.start * width..tokens.end * width])
     }
 
     /// Tokens that sequences 0 and 1 share when forked: all but the shorter one's last few, so that a page is open.
@@ -219,20 +230,22 @@ impl Case {
         shortest - shortest.min(5)
     }
 
-    /// K and V of sequence `b`: `[kv_len, num_kv_heads, head_dim]`.
+    /// K and V of sequence `b`: `[kv_len, num_kv_heads, head_dim]` with their own head_dim.
     pub fn kv(&self, b: usize) -> [Vec<f32>; 2] {
         let sequence = (self.first + b) as u64;
-        let n = self.problem.kv_lens[b] * self.row();
-        [(0, self.format.k), (1, self.format.v)].map(|(side, scheme)| {
-            let most = scheme.max_magnitude();
-            let mut x = self.numbers(self.seed * 1000 + sequence * 2 + side, n, most);
+        let [in_k, in_v] = self.widths();
+        let sides = [(0, self.format.k, in_k), (1, self.format.v, in_v)];
+        sides.map(|(side, scheme, width)| {
+            let of = (width, scheme.max_magnitude());
+            let tokens = self.problem.kv_lens[b];
+            let mut x = self.numbers(self.seed * 1000 + sequence * 2 + side, tokens, of);
             if self.build == Build::Forked && b == 1 {
-                let shared = self.prefix() * self.row();
-                x[..shared].copy_from_slice(&self.numbers(self.seed * 1000 + side, shared, most));
+                let shared = self.numbers(self.seed * 1000 + side, self.prefix(), of);
+                x[..shared.len()].copy_from_slice(&shared);
             }
             if self.inputs == Inputs::Biased && side == 0 {
                 let mut bits = Noise::of_case(self.seed);
-                let bias: Vec<f32> = (0..self.row()).map(|_| unit(bits.bits()) * 40.0).collect();
+                let bias: Vec<f32> = (0..width).map(|_| unit(bits.bits()) * 40.0).collect();
                 let rows = x.chunks_exact_mut(bias.len());
                 rows.for_each(|row| row.iter_mut().zip(&bias).for_each(|(x, c)| *x += c));
             }
@@ -240,15 +253,16 @@ impl Case {
         })
     }
 
-    /// Seeded numbers of a magnitude of at most `most`, the scheme's own.
-    fn numbers(&self, seed: u64, n: usize, most: f32) -> Vec<f32> {
+    /// Seeded numbers of so many tokens, `width` each, of a magnitude of at most `most`, the scheme's own.
+    fn numbers(&self, seed: u64, tokens: usize, (width, most): (usize, f32)) -> Vec<f32> {
+        let n = tokens * width;
         let mut x = noise(seed, n);
         let large = match self.inputs {
             Inputs::Noise | Inputs::Biased => return x,
             Inputs::Zeros => return vec![0.0; n],
             Inputs::Tiny => {
                 let scales = [0.0, 1e-40, 1e-6, 1.0];
-                for (t, row) in x.chunks_mut(self.row()).enumerate() {
+                for (t, row) in x.chunks_mut(width).enumerate() {
                     row.iter_mut().for_each(|x| *x *= scales[t % 4]);
                 }
                 return x;
@@ -268,7 +282,7 @@ impl Case {
 
     /// The queries. For float formats they are bf16 values, so that rounding Q to 16 bits loses nothing.
     pub fn q(&self) -> Vec<f32> {
-        let token = self.problem.num_q_heads * self.problem.head_dim;
+        let token = self.problem.num_q_heads * self.problem.head_dim.k;
         let mut q = Vec::new();
         for (b, q_len) in self.problem.q_lens.iter().enumerate() {
             let seed = self.seed * 1000 + 500 + (self.first + b) as u64;
@@ -315,15 +329,16 @@ impl Case {
         &self,
         cache: &mut KvCache,
         b: usize,
-        tokens: std::ops::Range<usize>,
+        tokens: Range<usize>,
         steps: &[usize],
     ) -> Result<(), Error> {
-        let ([k, v], row) = (self.kv(b), self.row());
+        let kv = self.kv(b);
         let (mut t, mut steps) = (tokens.start, steps.iter().cycle());
         while t < tokens.end {
             let step = steps.next().copied().unwrap_or(1);
             let end = tokens.end.min(t.saturating_add(step));
-            cache.append(b, &k[t * row..end * row], &v[t * row..end * row])?;
+            let [k, v] = self.tokens(&kv, t..end);
+            cache.append(b, k, v)?;
             t = end;
         }
         Ok(())

@@ -320,29 +320,31 @@ fn in_pieces_differs(
     case: &Case,
     batch: &Rows,
 ) -> Result<Option<String>, Error> {
-    let (heads, dim, row) = (case.problem.num_q_heads, case.problem.head_dim, case.row());
+    let (heads, dim) = (case.problem.num_q_heads, case.problem.head_dim);
     let pieces = [1, 2, 40, 1, 16, 200, 7];
     for (b, tokens) in case.problem.query_ranges().enumerate() {
-        let ([k, v], kv_len) = (case.kv(b), case.problem.kv_lens[b]);
+        let (kv, kv_len) = (case.kv(b), case.problem.kv_lens[b]);
         // Query tokens before the sequence see nothing however they are attended.
         let mut len = kv_len.saturating_sub(tokens.len());
         let mut at = tokens.end - (kv_len - len);
         let mut cache = backend.create_cache(&case.only(b).config())?;
-        cache.append(0, &k[..len * row], &v[..len * row])?;
+        let [k, v] = case.tokens(&kv, 0..len);
+        cache.append(0, k, v)?;
         for piece in pieces.into_iter().cycle() {
             if len == kv_len {
                 break;
             }
             let next = (len + piece).min(kv_len);
-            cache.append(0, &k[len * row..next * row], &v[len * row..next * row])?;
+            let [k, v] = case.tokens(&kv, len..next);
+            cache.append(0, k, v)?;
             let mut step = case.only(b);
             step.problem.kv_lens = vec![next];
             step.problem.q_lens = vec![next - len];
             let rows = at * heads..(at + next - len) * heads;
-            let dims = rows.start * dim..rows.end * dim;
-            let q = &case.q()[dims.clone()];
+            let q = &case.q()[rows.start * dim.k..rows.end * dim.k];
             let got = decode_rows(backend, &step, q, KvSource::Cache(&cache))?;
-            let want = (batch.0[dims].to_vec(), batch.1[rows].to_vec());
+            let out = &batch.0[rows.start * dim.v..rows.end * dim.v];
+            let want = (out.to_vec(), batch.1[rows].to_vec());
             let what = format!("tokens {len} to {next} of sequence {b}, {piece} at once: ");
             let found = rows_differ(&what, &got, &want);
             if found.is_some() {
@@ -360,7 +362,7 @@ fn alone_differs(
     case: &Case,
     batch: &Rows,
 ) -> Result<Option<String>, Error> {
-    let (heads, dim) = (case.problem.num_q_heads, case.problem.head_dim);
+    let (heads, dim) = (case.problem.num_q_heads, case.problem.head_dim.v);
     for (b, tokens) in case.problem.query_ranges().enumerate() {
         let rows = tokens.start * heads..tokens.end * heads;
         let one = case.only(b);

@@ -5,7 +5,7 @@
 mod row;
 
 use attn_core::{
-    HostPages, KvCache, Problem,
+    HeadDim, HostPages, KvCache, Problem,
     arithmetic::{LOG2_E, query_code, query_step},
     layout::{Part, Side},
     quant::{self, Param},
@@ -33,7 +33,7 @@ pub fn attend(
     q: &[f32],
     queries: Queries,
 ) -> (Vec<f64>, Vec<f64>) {
-    let (is_rotated, dim) = (cache.config().format.k.is_rotated(), problem.head_dim);
+    let (is_rotated, dim) = (cache.config().format.k.is_rotated(), problem.head_dim.k);
     let scale = |h: usize| {
         let k_scale = cache
             .config()
@@ -71,19 +71,19 @@ pub fn attend(
     (out, lse)
 }
 
-/// Outputs `[q_len, num_q_heads, head_dim]` and log-sum-exps `[q_len, num_q_heads]` in f64 for one sequence, over K and V that are given
-/// as f32 `[kv_len, num_kv_heads, head_dim]` instead of a cache.
+/// Outputs `[q_len, num_q_heads, head_dim.v]` and log-sum-exps `[q_len, num_q_heads]` in f64 for one sequence, over K and V that are given
+/// as f32 `[kv_len, num_kv_heads, head_dim]`, each with its own head_dim, instead of a cache.
 pub fn attend_rows(problem: &Problem, q: &[f32], k: &[f32], v: &[f32]) -> (Vec<f64>, Vec<f64>) {
-    let dim = problem.head_dim;
-    let of_head = |x: &[f32], g: usize| {
+    let HeadDim { k: k_dim, v: v_dim } = problem.head_dim;
+    let of_head = |x: &[f32], dim: usize, g: usize| {
         let rows = x.chunks_exact(dim).skip(g).step_by(problem.num_kv_heads);
         Stored::exact(rows.flatten().map(|x| f64::from(*x)).collect(), dim)
     };
     let kv: Vec<_> = (0..problem.num_kv_heads)
-        .map(|g| [of_head(k, g), of_head(v, g)])
+        .map(|g| [of_head(k, k_dim, g), of_head(v, v_dim, g)])
         .collect();
     let (mut out, mut lse) = (Vec::new(), Vec::new());
-    for (row, q) in q.chunks_exact(dim).enumerate() {
+    for (row, q) in q.chunks_exact(k_dim).enumerate() {
         let (i, h) = (row / problem.num_q_heads, row % problem.num_q_heads);
         let q: Vec<f64> = q.iter().map(|x| f64::from(*x)).collect();
         let row = QueryRow {
@@ -154,7 +154,7 @@ fn attend_row(
         })
         .collect();
     let weights = row.weigh(&scores);
-    let mut out = vec![0.0; row.problem.head_dim];
+    let mut out = vec![0.0; row.problem.head_dim.v];
     for (t, weight) in weights.of_tokens {
         let v = v.row(t, own_tile);
         out.iter_mut().zip(v).for_each(|(o, v)| *o += weight * v);
@@ -215,7 +215,7 @@ impl Stored {
         let scale = scales.get(head).copied().unwrap_or(1.0);
         let (part, residual) = (layout.part(side), layout.residual(side));
         let (pages, residuals) = (&table.pages[b], &table.residual_pages[b]);
-        let mut stored = Stored::exact(Vec::new(), config.head_dim);
+        let mut stored = Stored::exact(Vec::new(), part.dim());
         stored.window = part.scheme.window().tiles();
         if let (Side::K, Some(centres)) = (side, store.centres(0, b, head)) {
             stored.centres = centres.map(|centre| {
@@ -260,7 +260,7 @@ impl Stored {
 
 /// The value of a code `(slot, d)` of a run; its shift is added in f64.
 fn value(part: &Part, run: &[u8], slot: usize, d: usize, tensor_scale: f32) -> f64 {
-    let param = part.load_param(run, slot, d * part.num_params() / part.head_dim());
+    let param = part.load_param(run, slot, d * part.num_params() / part.dim());
     let unshifted = Param {
         shift: half::f16::ZERO,
         ..param
@@ -278,7 +278,7 @@ fn fine_value(
     slot: usize,
     d: usize,
 ) -> f64 {
-    let param = part.load_param(run, slot, d * part.num_params() / part.head_dim());
+    let param = part.load_param(run, slot, d * part.num_params() / part.dim());
     let codes = [
         part.load_code(run, slot, d),
         residual.load_code(residuals, slot, d),

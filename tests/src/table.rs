@@ -2,6 +2,7 @@
 
 mod centres;
 mod kept;
+mod wide;
 
 use attn_core::{Arithmetic, Error, KvFormat, Scheme};
 
@@ -131,6 +132,7 @@ fn reduced(table: &mut Table) {
     far_scores(table, &["int8", "int4"]);
     kept::taken_back(table);
     centres::few(table);
+    wide::few(table);
 }
 
 /// Scores up to twice as far as the grid reaches, so that rows are on it in some tiles and off it in others; and rows without a step, whose scores are 0,
@@ -293,6 +295,7 @@ fn full(table: &mut Table) {
     );
     kept::first_tiles(table);
     centres::all(table);
+    wide::all(table);
 }
 
 /// A sink for each query head: ordinary ones, one that outweighs all tokens, one that none of them shows, and one that GPUs flush.

@@ -9,7 +9,7 @@ use attn_cpu::Reference;
 
 /// Outputs and log-sum-exps over four tokens of one head whose V is 1, 2, 4, 8 in every dim, and whose scores are all 0.
 fn over_equal_scores(problem: &Problem) -> Vec<(f64, f64)> {
-    let dim = problem.head_dim;
+    let dim = problem.head_dim.k;
     let k = vec![1.0; 4 * dim];
     let v: Vec<f32> = [1.0, 2.0, 4.0, 8.0]
         .iter()
@@ -34,14 +34,7 @@ fn near(got: &[(f64, f64)], want: &[(f64, f64)]) {
 
 #[test]
 fn the_oracle_masks_what_lies_behind_or_before_the_window() {
-    let mut problem = Problem::new(
-        Heads {
-            q: 1,
-            kv: 1,
-            dim: 64,
-        },
-        vec![4],
-    );
+    let mut problem = Problem::new(Heads::new(1, 1, 64), vec![4]);
     problem.q_lens = vec![2; problem.batch()];
     // The queries are those of tokens 2 and 3.
     let (two, three, four) = (2f64.ln(), 3f64.ln(), 4f64.ln());
@@ -63,14 +56,7 @@ fn the_oracle_masks_what_lies_behind_or_before_the_window() {
 
 #[test]
 fn the_oracles_slopes_weigh_tokens_by_their_distance() {
-    let mut problem = Problem::new(
-        Heads {
-            q: 1,
-            kv: 1,
-            dim: 64,
-        },
-        vec![4],
-    );
+    let mut problem = Problem::new(Heads::new(1, 1, 64), vec![4]);
     // Each token counts half of the next one.
     problem.scores.alibi_slopes = Some(vec![std::f32::consts::LN_2]);
     let want = (1.0 / 8.0 + 2.0 / 4.0 + 4.0 / 2.0 + 8.0) / 1.875;
@@ -79,14 +65,7 @@ fn the_oracles_slopes_weigh_tokens_by_their_distance() {
 
 #[test]
 fn the_oracles_sinks_weigh_as_tokens_without_a_value() {
-    let mut problem = Problem::new(
-        Heads {
-            q: 1,
-            kv: 1,
-            dim: 64,
-        },
-        vec![4],
-    );
+    let mut problem = Problem::new(Heads::new(1, 1, 64), vec![4]);
     // Four tokens of weight 1, and a sink of weight 4; the first query sees the sink alone.
     problem.scores.sinks = Some(vec![4f32.ln()]);
     problem.q_lens = vec![5; problem.batch()];
@@ -97,14 +76,7 @@ fn the_oracles_sinks_weigh_as_tokens_without_a_value() {
 
 #[test]
 fn the_oracle_gives_queries_without_tokens_zeros() {
-    let mut problem = Problem::new(
-        Heads {
-            q: 1,
-            kv: 1,
-            dim: 64,
-        },
-        vec![4],
-    );
+    let mut problem = Problem::new(Heads::new(1, 1, 64), vec![4]);
     // The first query is of a token before the first one.
     problem.q_lens = vec![5; problem.batch()];
     let rows = over_equal_scores(&problem);

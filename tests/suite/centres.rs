@@ -2,7 +2,8 @@
 
 use attn_conformance::{noise::uniform, oracle};
 use attn_core::{
-    CacheConfig, DecodeAttention, DecodeStep, Heads, KvFormat, KvSource, Problem, ScoreModifiers,
+    CacheConfig, DecodeAttention, DecodeStep, HeadDim, Heads, KvFormat, KvSource, Problem,
+    ScoreModifiers,
 };
 use attn_cpu::CpuBackend;
 use rstest::rstest;
@@ -10,7 +11,7 @@ use rstest::rstest;
 const HEADS: Heads = Heads {
     q: 8,
     kv: 1,
-    dim: 128,
+    dim: HeadDim::same(128),
 };
 const TOKENS: usize = 1000;
 
@@ -23,7 +24,7 @@ fn normal(seed: u64, n: usize) -> Vec<f32> {
 /// Keys, values and queries: keys with a constant of this norm in the ten last dims, to which queries are nearly at right angles, so that soft cap and sinks
 /// meet scores of their own size.
 fn rows(norm: f32) -> [Vec<f32>; 3] {
-    let dim = HEADS.dim;
+    let dim = HEADS.dim.k;
     let (mut k, v, mut q) = (
         normal(1, TOKENS * dim),
         normal(2, TOKENS * dim),

@@ -44,14 +44,7 @@ fn flip(out: &mut [f32]) {
 #[test]
 fn a_backend_that_says_nothing_of_shards_refuses_them() {
     let backend = spoilt();
-    let (heads, format) = (
-        Heads {
-            q: 1,
-            kv: 1,
-            dim: 64,
-        },
-        KvFormat::INT8,
-    );
+    let (heads, format) = (Heads::new(1, 1, 64), KvFormat::INT8);
     let config = CacheConfig::builder(format, heads).max_len(64).build();
     let mut cache = backend.create_cache(&config).unwrap();
     cache.append(0, &[0.5; 64], &[2.0; 64]).unwrap();

@@ -14,7 +14,7 @@ const PLAIN: KvFormat = KvFormat::same(Scheme::Int8(Int8Scale::Token));
 /// Why a step with outputs of the right lengths is refused.
 fn refusal(plan: &Plan, q: &[f32], kv: KvSource<'_>) -> Option<Error> {
     let problem = plan.problem();
-    let mut out = vec![0.0; problem.elements()];
+    let mut out = vec![0.0; problem.out_elements()];
     let mut lse = vec![0.0; problem.rows()];
     DecodeStep::new(plan, q, kv, &mut out)
         .and_then(|step| step.with_lse(&mut lse))
@@ -104,14 +104,7 @@ fn a_step_refuses_bad_queries_and_foreign_lengths() {
         }
     ));
     assert!(matches!(refuse(&[1e30; 128]), Error::QueryRange { .. }));
-    let shorter = Problem::new(
-        Heads {
-            q: 2,
-            kv: 1,
-            dim: 64,
-        },
-        vec![4],
-    );
+    let shorter = Problem::new(Heads::new(2, 1, 64), vec![4]);
     let plan = backend.plan(&shorter, case.format).unwrap();
     let error = refusal(&plan, &[0.0; 128], KvSource::Cache(&cache)).unwrap();
     assert!(
@@ -128,15 +121,15 @@ fn a_step_refuses_bad_queries_and_foreign_lengths() {
 }
 
 #[rstest]
-#[case::head_dim(Problem::new(Heads { q: 2, kv: 1, dim: 72 }, vec![1]), "head_dim")]
-#[case::heads(Problem::new(Heads { q: 3, kv: 2, dim: 64 }, vec![1]), "num_q_heads/num_kv_heads")]
-#[case::heads_per_kv(Problem::new(Heads { q: 65, kv: 1, dim: 64 }, vec![1]), "heads_per_kv")]
-#[case::q_len(Problem::new(Heads { q: 2, kv: 1, dim: 64 }, vec![1]).q_len((1 << 20) + 1), "q_len")]
-#[case::kv_len(Problem::new(Heads { q: 2, kv: 1, dim: 64 }, vec![(1 << 20) + 1]), "kv_len")]
-#[case::softcap(Problem::new(Heads { q: 2, kv: 1, dim: 64 }, vec![1]).softcap(0.0), "softcap")]
-#[case::sink(Problem::new(Heads { q: 2, kv: 1, dim: 64 }, vec![1]).sinks([0.0, 1.1e6]), "sinks")]
-#[case::no_sink(Problem::new(Heads { q: 2, kv: 1, dim: 64 }, vec![1]).sinks([f32::NEG_INFINITY, 0.0]), "sinks")]
-#[case::nan_sink(Problem::new(Heads { q: 2, kv: 1, dim: 64 }, vec![1]).sinks([f32::NAN, 0.0]), "sinks")]
+#[case::head_dim(Problem::new(Heads::new(2, 1, 72), vec![1]), "head_dim")]
+#[case::heads(Problem::new(Heads::new(3, 2, 64), vec![1]), "num_q_heads/num_kv_heads")]
+#[case::heads_per_kv(Problem::new(Heads::new(129, 1, 64), vec![1]), "heads_per_kv")]
+#[case::q_len(Problem::new(Heads::new(2, 1, 64), vec![1]).q_len((1 << 20) + 1), "q_len")]
+#[case::kv_len(Problem::new(Heads::new(2, 1, 64), vec![(1 << 20) + 1]), "kv_len")]
+#[case::softcap(Problem::new(Heads::new(2, 1, 64), vec![1]).softcap(0.0), "softcap")]
+#[case::sink(Problem::new(Heads::new(2, 1, 64), vec![1]).sinks([0.0, 1.1e6]), "sinks")]
+#[case::no_sink(Problem::new(Heads::new(2, 1, 64), vec![1]).sinks([f32::NEG_INFINITY, 0.0]), "sinks")]
+#[case::nan_sink(Problem::new(Heads::new(2, 1, 64), vec![1]).sinks([f32::NAN, 0.0]), "sinks")]
 fn a_plan_names_the_parameter_it_refuses(#[case] problem: Problem, #[case] name: &str) {
     let error = CpuBackend::new()
         .plan(&problem, KvFormat::INT8)
@@ -149,11 +142,7 @@ fn a_plan_names_the_parameter_it_refuses(#[case] problem: Problem, #[case] name:
 
 #[test]
 fn a_plan_has_a_sink_for_each_query_head() {
-    let heads = Heads {
-        q: 4,
-        kv: 2,
-        dim: 64,
-    };
+    let heads = Heads::new(4, 2, 64);
     for given in [0, 2, 5] {
         let problem = Problem::new(heads, [1]).sinks(vec![0.0; given]);
         let error = CpuBackend::new()
@@ -169,7 +158,7 @@ fn a_plan_has_a_sink_for_each_query_head() {
 #[rstest]
 #[case::page_size(|c: &mut CacheConfig| c.page_size = 48, "page_size")]
 #[case::heads(|c: &mut CacheConfig| c.num_kv_heads = 0, "num_kv_heads")]
-#[case::head_dim(|c: &mut CacheConfig| c.head_dim = 65, "head_dim")]
+#[case::head_dim(|c: &mut CacheConfig| c.head_dim = 65.into(), "head_dim")]
 #[case::groups(|c: &mut CacheConfig| c.format.k = Scheme::Int4(3), "format")]
 #[case::narrow_groups(|c: &mut CacheConfig| c.format.v = Scheme::Int4(8), "format")]
 #[case::static_scales(|c: &mut CacheConfig| c.k_tensor_scales = vec![1.0], "k_scales")]
@@ -185,18 +174,11 @@ fn a_plan_has_a_sink_for_each_query_head() {
     "v_scales"
 )]
 fn a_cache_names_the_setting_it_refuses(#[case] spoil: fn(&mut CacheConfig), #[case] name: &str) {
-    let mut config = CacheConfig::builder(
-        KvFormat::INT4,
-        Heads {
-            q: 1,
-            kv: 1,
-            dim: 64,
-        },
-    )
-    .centres(false)
-    .sequences(1)
-    .max_len(64)
-    .build();
+    let mut config = CacheConfig::builder(KvFormat::INT4, Heads::new(1, 1, 64))
+        .centres(false)
+        .sequences(1)
+        .max_len(64)
+        .build();
     spoil(&mut config);
     let error = CpuBackend::new().create_cache(&config).err().unwrap();
     assert!(
@@ -335,16 +317,9 @@ fn a_view_of_other_tokens_than_the_problems_is_refused() {
         (vec![4, 9], "KvLen"),
         (vec![5, 9, 1], "Batch"),
     ] {
-        let problem = Problem::new(
-            Heads {
-                q: 2,
-                kv: 1,
-                dim: 64,
-            },
-            lens,
-        );
+        let problem = Problem::new(Heads::new(2, 1, 64), lens);
         let plan = backend.plan(&problem, case.format).unwrap();
-        let q = vec![0.5; problem.elements()];
+        let q = vec![0.5; problem.out_elements()];
         let error = refusal(&plan, &q, KvSource::View(&view)).unwrap();
         assert_eq!(error.variant().0, variant, "{error}");
     }

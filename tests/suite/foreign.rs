@@ -15,25 +15,11 @@ fn another_backends_plan_or_cache_is_refused_and_no_output_is_touched() {
     // A sequence without tokens has nothing to read, and yet its cache is another's.
     let of = |len: usize| backends().into_iter().map(move |backend| (backend, len));
     for (backend, len) in of(5).chain(of(0)) {
-        let config = CacheConfig::builder(
-            KvFormat::INT8,
-            Heads {
-                q: 1,
-                kv: 1,
-                dim: 64,
-            },
-        )
-        .sequences(1)
-        .max_len(5)
-        .build();
-        let problem = Problem::new(
-            Heads {
-                q: 2,
-                kv: 1,
-                dim: 64,
-            },
-            vec![len],
-        );
+        let config = CacheConfig::builder(KvFormat::INT8, Heads::new(1, 1, 64))
+            .sequences(1)
+            .max_len(5)
+            .build();
+        let problem = Problem::new(Heads::new(2, 1, 64), vec![len]);
         let x = vec![0.5; len * 64];
         let own = {
             let mut cache = backend.create_cache(&config).unwrap();

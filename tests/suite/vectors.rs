@@ -27,14 +27,7 @@ fn decoded_bits_equal_the_golden_vectors() {
         let cache = cache(&settings, kv_len, |config| {
             CpuBackend::new().create_cache(config).unwrap()
         });
-        let mut problem = Problem::new(
-            Heads {
-                q: 2,
-                kv: 1,
-                dim: 64,
-            },
-            vec![kv_len],
-        );
+        let mut problem = Problem::new(Heads::new(2, 1, 64), vec![kv_len]);
         problem.scores.softcap = settings["softcap"].parse().ok();
         problem.scores.window_left = settings["window"].parse().ok();
         let slope: Option<f32> = settings["alibi"].parse().ok();

@@ -69,11 +69,7 @@ fn views(c: &mut Criterion) {
 fn append(c: &mut Criterion) {
     const ROW: usize = 8 * 128;
     const MOST: usize = 4096;
-    let heads = Heads {
-        q: 32,
-        kv: 8,
-        dim: 128,
-    };
+    let heads = Heads::new(32, 8, 128);
     let rows = |seed| -> Vec<bf16> {
         let rows = noise(seed, 2048 * ROW);
         rows.into_iter().map(bf16::from_f32).collect()
@@ -110,12 +106,8 @@ fn append(c: &mut Criterion) {
 /// A sequence of 4096 tokens out of a cache and back in, by its image in memory, beside a plain copy of as many bytes.
 fn image(c: &mut Criterion) {
     const TOKENS: usize = 4096;
-    let heads = Heads {
-        q: 32,
-        kv: 8,
-        dim: 128,
-    };
-    let [k, v] = [1, 2].map(|seed| noise(seed, TOKENS * heads.kv * heads.dim));
+    let heads = Heads::new(32, 8, 128);
+    let [k, v] = [1, 2].map(|seed| noise(seed, TOKENS * heads.kv * heads.dim.k));
     let backend = CpuBackend::new();
     for format in ["int8", "int4", "int4-g1", "bf16", "fp8"] {
         let format: KvFormat = format.parse().expect("a format");

@@ -36,11 +36,7 @@ impl Case {
 
     fn problem(&self, batch: usize) -> Problem {
         Problem::new(
-            Heads {
-                q: self.heads[0],
-                kv: self.heads[1],
-                dim: DIM,
-            },
+            Heads::new(self.heads[0], self.heads[1], DIM),
             vec![self.ctx; batch],
         )
     }
@@ -56,18 +52,11 @@ struct Sample {
 
 impl Sample {
     fn new(work: &Case) -> Any<Self> {
-        let one = CacheConfig::builder(
-            work.format,
-            Heads {
-                q: work.heads[1],
-                kv: work.heads[1],
-                dim: DIM,
-            },
-        )
-        .unit_tensor_scales()
-        .sequences(1)
-        .max_len(work.ctx)
-        .build();
+        let one = CacheConfig::builder(work.format, Heads::new(work.heads[1], work.heads[1], DIM))
+            .unit_tensor_scales()
+            .sequences(1)
+            .max_len(work.ctx)
+            .build();
         let mut cache = KvCache::new(one.clone(), Box::new(HostPages::new(&one)?))?;
         let count = work.ctx * work.heads[1] * DIM;
         cache.append(0, &noise(1, count), &noise(2, count))?;
@@ -92,11 +81,7 @@ impl Sample {
             .map(|_| {
                 let config = CacheConfig::builder(
                     work.format,
-                    Heads {
-                        q: work.heads[1],
-                        kv: work.heads[1],
-                        dim: DIM,
-                    },
+                    Heads::new(work.heads[1], work.heads[1], DIM),
                 )
                 .unit_tensor_scales()
                 .sequences(work.batch)
@@ -139,18 +124,11 @@ fn upload(backend: &WgpuBackend, values: &[f32]) -> wgpu::Buffer {
 fn run(timer: &WgpuTimer, work: &Case, tunings: &[(&str, Tuning)]) -> Any<()> {
     let backend = timer.backend();
     let sample = Sample::new(work)?;
-    let config = CacheConfig::builder(
-        work.format,
-        Heads {
-            q: work.heads[1],
-            kv: work.heads[1],
-            dim: DIM,
-        },
-    )
-    .unit_tensor_scales()
-    .sequences(1)
-    .max_len(work.ctx)
-    .build();
+    let config = CacheConfig::builder(work.format, Heads::new(work.heads[1], work.heads[1], DIM))
+        .unit_tensor_scales()
+        .sequences(1)
+        .max_len(work.ctx)
+        .build();
     let tokens = (work.batch * work.ctx * work.heads[1]) as f64;
     let bytes = (tokens * config.layout()?.bytes_per_token()) as usize;
     let caches = sample.copies(work, backend, bytes)?;

@@ -36,17 +36,16 @@ fn scale_groups(scheme: Scheme, head_dim: usize) -> usize {
 impl ContiguousCache {
     /// Every sequence has room for the longest.
     pub fn new(workload: &Workload) -> Self {
-        let dim = workload.problem.head_dim;
         let rows =
             workload.problem.batch() * workload.problem.num_kv_heads * Self::capacity(workload);
-        let schemes = [workload.format.k, workload.format.v];
+        let sides = workload.format.sides(workload.problem.head_dim);
         ContiguousCache {
             // Bytes below 64 are finite in every format.
-            codes: schemes.map(|scheme| {
+            codes: sides.map(|(scheme, dim)| {
                 let bytes = rows * dim * scheme.code_bits() / 8;
                 (0..bytes).map(|i| (i * 31 % 61) as u8).collect()
             }),
-            scales: schemes.map(|scheme| vec![SCALE; rows * scale_groups(scheme, dim)]),
+            scales: sides.map(|(scheme, dim)| vec![SCALE; rows * scale_groups(scheme, dim)]),
             workload: workload.clone(),
         }
     }
@@ -72,13 +71,11 @@ impl ContiguousCache {
     }
 
     fn made_by<'a>(&'a self, make_view: MakeView<'a>) -> Result<KvView<'a>, Error> {
-        let (heads, dim) = (
-            self.workload.problem.num_kv_heads,
-            self.workload.problem.head_dim,
-        );
-        let format = self.workload.format;
+        let problem = &self.workload.problem;
+        let (heads, format) = (problem.num_kv_heads, self.workload.format);
         let capacity = Self::capacity(&self.workload);
-        let [k, v] = [(format.k, 0), (format.v, 1)].map(|(scheme, i)| {
+        let [k, v] = [0, 1].map(|i| {
+            let (scheme, dim) = format.sides(problem.head_dim)[i];
             let make = match self.workload.cache {
                 CacheLayout::Bsnh => StridedRows::bsnh,
                 _ => StridedRows::bnsh,
@@ -88,6 +85,6 @@ impl ContiguousCache {
             let (codes, scales) = (&self.codes[i], &self.scales[i]);
             make(codes, scales, heads, capacity, row_bytes, groups)
         });
-        make_view(&self.workload.problem, format, k, v, [&[], &[]])
+        make_view(problem, format, k, v, [&[], &[]])
     }
 }

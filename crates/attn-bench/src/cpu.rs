@@ -39,7 +39,6 @@ const APPENDS: usize = 128;
 /// A cache of noise as it is before the work; the pages of a sequence are scattered over the pool.
 fn filled(backend: &dyn DecodeAttention, workload: &Workload) -> Result<KvCache, Error> {
     let problem = &workload.problem;
-    let (heads, dim) = (problem.num_kv_heads, problem.head_dim);
     let (before, room) = match workload.operation {
         Operation::Decode => (0, 0),
         _ => (1, APPENDS),
@@ -57,8 +56,9 @@ fn filled(backend: &dyn DecodeAttention, workload: &Workload) -> Result<KvCache,
     let mut cache = backend.create_cache(&config)?;
     // Whole pages of one noise, shifted from page to page: making fresh noise would take longer than everything else.
     // The query tokens come last, in one append.
-    let count = (problem.max_q_len().max(4 * TILE) + 61) * heads * dim;
-    let (k, v) = (noise(1, count), noise(2, count));
+    let tokens = problem.max_q_len().max(4 * TILE) + 61;
+    let [in_k, in_v] = problem.kv_elements();
+    let (k, v) = (noise(1, tokens * in_k), noise(2, tokens * in_v));
     for (b, &len) in problem.kv_lens.iter().enumerate() {
         let len = len - before;
         let prefix = match workload.operation {
@@ -66,9 +66,9 @@ fn filled(backend: &dyn DecodeAttention, workload: &Workload) -> Result<KvCache,
             _ => len,
         };
         let mut add = |page: usize, tokens: usize| {
-            let from = (page * 7 + b * 3) % 61 * heads * dim;
-            let n = tokens * heads * dim;
-            cache.append(b, &k[from..from + n], &v[from..from + n])
+            let from = (page * 7 + b * 3) % 61;
+            let of = |x: &[f32], row: usize| x[from * row..(from + tokens) * row].to_vec();
+            cache.append(b, &of(&k, in_k), &of(&v, in_v))
         };
         for (page, t) in (0..prefix).step_by(4 * TILE).enumerate() {
             add(page, (prefix - t).min(4 * TILE))?;
@@ -87,8 +87,8 @@ impl Prepared {
     /// What the backend refuses.
     pub fn new(backend: &dyn DecodeAttention, workload: &Workload) -> Result<Self, Error> {
         let problem = &workload.problem;
-        let row = problem.num_kv_heads * problem.head_dim;
-        let q = noise(3, problem.rows() * problem.head_dim);
+        let [in_k, in_v] = problem.kv_elements();
+        let q = noise(3, problem.q_elements());
         Ok(Prepared {
             plan: backend.plan(problem, workload.format)?,
             operation: workload.operation,
@@ -96,14 +96,14 @@ impl Prepared {
                 CacheLayout::Pages => Kv::Pages(Box::new(filled(backend, workload)?)),
                 _ => Kv::Contiguous(Box::new(ContiguousCache::new(workload))),
             },
-            token: [4, 5].map(|seed| noise(seed, problem.batch() * row)),
+            token: [(4, in_k), (5, in_v)].map(|(seed, row)| noise(seed, problem.batch() * row)),
             appends: (0..problem.batch())
                 .map(|sequence| Append {
                     sequence,
                     tokens: 1,
                 })
                 .collect(),
-            out: vec![0.0; q.len()],
+            out: vec![0.0; problem.out_elements()],
             lse: vec![0.0; problem.rows()],
             q,
         })
@@ -485,11 +485,7 @@ mod tests {
     #[test]
     fn prompts_are_attended_in_formats_with_a_window() {
         let cpu = CpuBackend::open().unwrap();
-        let heads = Heads {
-            q: 2,
-            kv: 1,
-            dim: 64,
-        };
+        let heads = Heads::new(2, 1, 64);
         // A prefix of two appends, then more query tokens than a config has by default.
         let problem = Problem::new(heads, [500]).q_len(200);
         let workload = Workload::custom(problem, KvFormat::INT4, 64).unwrap();

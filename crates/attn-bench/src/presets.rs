@@ -10,7 +10,7 @@ fn named(name: &str) -> KvFormat {
 
 /// Sequences of `ctx` tokens so that `bytes` of an int8 cache are read.
 fn batch_for(bytes: usize, kv_heads: usize, head_dim: usize, ctx: usize) -> usize {
-    let per_page = page_bytes(KvFormat::INT8, kv_heads, head_dim, TILE);
+    let per_page = page_bytes(KvFormat::INT8, kv_heads, head_dim.into(), TILE);
     (bytes / (ctx / TILE * per_page)).max(1)
 }
 
@@ -83,14 +83,7 @@ impl List {
                 family,
                 name: name.to_owned(),
                 format,
-                problem: Problem::new(
-                    Heads {
-                        q: q_heads,
-                        kv: kv_heads,
-                        dim: head_dim,
-                    },
-                    kv_lens.clone(),
-                ),
+                problem: Problem::new(Heads::new(q_heads, kv_heads, head_dim), kv_lens.clone()),
                 page_size: TILE,
                 cache: CacheLayout::Pages,
                 operation: Operation::Decode,

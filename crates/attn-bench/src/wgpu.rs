@@ -242,7 +242,6 @@ impl WgpuTimer {
     /// Home pages of noise, as many as one sequence needs before they repeat, and residual pages of the last of them.
     fn pages(&self, workload: &Workload) -> Result<[Vec<Vec<u8>>; 2], Error> {
         let problem = &workload.problem;
-        let (heads, dim) = (problem.num_kv_heads, problem.head_dim);
         let config = CacheConfig::builder(workload.format, problem.heads())
             .unit_tensor_scales()
             .centres(false)
@@ -250,8 +249,8 @@ impl WgpuTimer {
             .max_len(NOISE_TOKENS)
             .build();
         let mut cache = self.backend.create_cache(&config)?;
-        let count = NOISE_TOKENS * heads * dim;
-        cache.append(0, &noise(1, count), &noise(2, count))?;
+        let [in_k, in_v] = problem.kv_elements().map(|row| NOISE_TOKENS * row);
+        cache.append(0, &noise(1, in_k), &noise(2, in_v))?;
         let mut home = cache.read_back(0)?;
         let residuals = home.split_off(cache.table().pages[0].len());
         Ok([home, residuals])
@@ -260,7 +259,7 @@ impl WgpuTimer {
     /// One cache whose sequences all hold the same tokens, at places of their own.
     fn cache(&self, workload: &Workload, pages: &[Vec<Vec<u8>>; 2]) -> Result<KvCache, Error> {
         let problem = &workload.problem;
-        let (heads, dim) = (problem.num_kv_heads, problem.head_dim);
+        let [in_k, in_v] = problem.kv_elements();
         let (before, room) = match workload.operation {
             Operation::Decode => (0, 0),
             _ => (1, APPENDS),
@@ -275,12 +274,12 @@ impl WgpuTimer {
             .build();
         let mut cache = self.backend.create_cache(&config)?;
         // Queries are tokens that were appended: pages keep the residuals of the newest alone.
-        let (queries, row) = (problem.max_q_len(), heads * dim);
-        let open = noise(3, (queries + page_size) * row);
+        let queries = problem.max_q_len();
+        let open = noise(3, (queries + page_size) * in_k.max(in_v));
         for (b, &len) in problem.kv_lens.iter().enumerate() {
             let len = len - before;
             let full = len.saturating_sub(queries) / page_size;
-            let rest = (len - full * page_size) * row;
+            let rest = len - full * page_size;
             if full > 0 {
                 let tokens = full * page_size;
                 let kept = workload.format.residual_pages(page_size, tokens, 0);
@@ -290,7 +289,7 @@ impl WgpuTimer {
                 let own: Vec<Vec<u8>> = home.chain(residuals).cloned().collect();
                 cache.restore_pages(b, tokens, &own)?;
             }
-            cache.append(b, &open[..rest], &open[..rest])?;
+            cache.append(b, &open[..rest * in_k], &open[..rest * in_v])?;
         }
         Ok(cache)
     }
@@ -306,13 +305,12 @@ impl WgpuTimer {
 
     fn ends(&self, workload: &Workload) -> Ends {
         let problem = &workload.problem;
-        let elems = problem.rows() * problem.head_dim;
-        let tokens = problem.batch() * problem.num_kv_heads * problem.head_dim;
+        let [in_k, in_v] = problem.kv_elements().map(|row| problem.batch() * row);
         Ends {
-            q: self.floats(5, elems),
-            out: self.floats(6, elems),
+            q: self.floats(5, problem.q_elements()),
+            out: self.floats(6, problem.out_elements()),
             lse: self.floats(7, problem.rows()),
-            token: [self.floats(8, tokens), self.floats(9, tokens)],
+            token: [self.floats(8, in_k), self.floats(9, in_v)],
         }
     }
 

@@ -5,7 +5,7 @@
 use std::fmt;
 
 use attn_core::{
-    Arithmetic, Error, KvFormat, PageLayout, Problem, Scheme, arithmetic::TILE, layout,
+    Arithmetic, Error, HeadDim, KvFormat, PageLayout, Problem, Scheme, arithmetic::TILE, layout,
 };
 
 /// Where K and V lie.
@@ -144,7 +144,7 @@ impl Workload {
     /// Bytes of residuals that a decode step reads: those of the tiles that its rows read fine, the first one among them, up to the end of the last page.
     pub fn residual_bytes(&self) -> usize {
         let problem = &self.problem;
-        let side = |scheme: Scheme| {
+        let side = |(scheme, dim): (Scheme, usize)| {
             let window = scheme.window().tiles();
             let tokens = |(len, q_len): (&usize, &usize)| {
                 // The first row's own tile; `docs/arithmetic.md`, section 4.
@@ -156,13 +156,13 @@ impl Workload {
             };
             let lens = problem.kv_lens.iter().zip(&problem.q_lens);
             let kept = lens.map(tokens).sum::<usize>();
-            let bytes = problem.num_kv_heads * problem.head_dim / 2;
+            let bytes = problem.num_kv_heads * dim / 2;
             if window == 0 { 0 } else { kept * bytes }
         };
-        side(self.format.k) + side(self.format.v)
+        self.format.sides(problem.head_dim).map(side).iter().sum()
     }
 
-    /// Floating-point operations of the two products of a decode step: two for each dim of each token that a query row sees, twice.
+    /// Floating-point operations of the two products of a decode step: two for each dim of K and of V of each token that a query row sees.
     pub fn decode_flops(&self) -> f64 {
         let problem = &self.problem;
         let seen = |(b, q_len): (usize, &usize)| -> f64 {
@@ -171,7 +171,8 @@ impl Workload {
                 .sum()
         };
         let pairs: f64 = problem.q_lens.iter().enumerate().map(seen).sum();
-        4.0 * pairs * (problem.num_q_heads * problem.head_dim) as f64
+        let HeadDim { k, v } = problem.head_dim;
+        2.0 * pairs * (problem.num_q_heads * (k + v)) as f64
     }
 
     /// Bytes of codes and parameters of the whole cache: whole pages, or the rows of a contiguous cache.
@@ -192,15 +193,16 @@ impl Workload {
                 );
         }
         let tokens: usize = problem.kv_lens.iter().sum();
-        let row = |scheme: Scheme| {
+        let row = |(scheme, dim): (Scheme, usize)| {
             let scales = if scheme.has_row_scales() {
-                2 * scheme.groups(problem.head_dim)
+                2 * scheme.groups(dim)
             } else {
                 0
             };
-            problem.head_dim * scheme.code_bits() / 8 + scales
+            dim * scheme.code_bits() / 8 + scales
         };
-        tokens * problem.num_kv_heads * (row(self.format.k) + row(self.format.v))
+        let rows = self.format.sides(problem.head_dim).map(row);
+        tokens * problem.num_kv_heads * rows.iter().sum::<usize>()
     }
 
     /// Copies of the cache for steps that rotate over so many bytes, at most `most`, and over fewer where steps are long: the queries and outputs of a
@@ -225,13 +227,13 @@ impl Workload {
         } = self.problem;
         let written =
             page_bytes(self.format, num_kv_heads, head_dim, self.page_size) / self.page_size;
-        let kept = |scheme: &Scheme| scheme.window().tiles() > 0;
-        let residuals = [self.format.k, self.format.v]
-            .iter()
-            .filter(|s| kept(s))
-            .count();
-        let elements = num_kv_heads * head_dim;
-        self.problem.batch() * (elements * 4 + written + residuals * elements / 2)
+        let sides = self.format.sides(head_dim);
+        let side = |(scheme, dim): (Scheme, usize)| match scheme.window().tiles() {
+            0 => 2 * dim,
+            _ => 2 * dim + dim / 2,
+        };
+        let each: usize = sides.map(side).iter().sum();
+        self.problem.batch() * (num_kv_heads * each + written)
     }
 
     /// Refuses what timers of [`KvCache`](attn_core::KvCache)s cannot do: appends by slots, other engines' pages, and an append that fills every
@@ -271,9 +273,7 @@ impl Workload {
             Operation::Decode => self.decode_bytes(),
             Operation::Append | Operation::AppendBySlots => self.append_bytes(),
             // Queries of 16 bits are read and written.
-            Operation::AppendRotary => {
-                self.append_bytes() + 4 * self.problem.rows() * self.problem.head_dim
-            }
+            Operation::AppendRotary => self.append_bytes() + 4 * self.problem.q_elements(),
             Operation::AppendDecode => self.decode_bytes() + self.append_bytes(),
         }
     }
@@ -285,7 +285,7 @@ const LONG_FLOPS: f64 = 4e12;
 pub(crate) fn page_bytes(
     format: KvFormat,
     kv_heads: usize,
-    head_dim: usize,
+    head_dim: HeadDim,
     page_size: usize,
 ) -> usize {
     kv_heads * layout::run_bytes(format, head_dim, page_size)

@@ -97,14 +97,7 @@ fn contiguous(format: &str, cache: CacheLayout) -> Workload {
         family: "test",
         name: "uneven".to_owned(),
         format: format.parse().unwrap(),
-        problem: Problem::new(
-            Heads {
-                q: 4,
-                kv: 2,
-                dim: 64,
-            },
-            vec![70, 3, 129],
-        ),
+        problem: Problem::new(Heads::new(4, 2, 64), vec![70, 3, 129]),
         page_size: 64,
         cache,
         operation: Operation::Decode,
@@ -180,14 +173,7 @@ fn rows_to_time_lie_as_their_shape_says() {
         }
     }
     let none = Workload {
-        problem: Problem::new(
-            Heads {
-                q: 4,
-                kv: 2,
-                dim: 64,
-            },
-            vec![],
-        ),
+        problem: Problem::new(Heads::new(4, 2, 64), vec![]),
         ..contiguous("int8-plain", CacheLayout::Bnsh)
     };
     let rows = ContiguousCache::new(&none);
@@ -221,14 +207,7 @@ fn check_rows(view: &KvView<'_>, cache: CacheLayout) {
 
 #[test]
 fn a_custom_workload_is_named_by_its_numbers_and_has_their_bytes() {
-    let mut problem = Problem::new(
-        Heads {
-            q: 28,
-            kv: 4,
-            dim: 128,
-        },
-        vec![3000; 7],
-    );
+    let mut problem = Problem::new(Heads::new(28, 4, 128), vec![3000; 7]);
     problem.q_lens = vec![2; problem.batch()];
     let workload = Workload::custom(problem.clone(), KvFormat::INT8, 16).unwrap();
     assert_eq!(
@@ -243,14 +222,7 @@ fn a_custom_workload_is_named_by_its_numbers_and_has_their_bytes() {
 
 #[test]
 fn a_custom_workload_is_named_by_its_longest_sequence() {
-    let problem = Problem::new(
-        Heads {
-            q: 2,
-            kv: 1,
-            dim: 64,
-        },
-        vec![7, 300, 20],
-    );
+    let problem = Problem::new(Heads::new(2, 1, 64), vec![7, 300, 20]);
     let workload = Workload::custom(problem, KvFormat::INT8, 64).unwrap();
     assert_eq!(
         workload.to_string(),

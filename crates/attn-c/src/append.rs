@@ -29,10 +29,9 @@ impl NewTokens<'_> {
         count: usize,
         memory: Memory,
     ) -> Result<Self, Failure> {
-        let config = session.config();
-        let shape = [count, config.num_kv_heads, config.head_dim];
-        let k = Place::new("k", shape, [tokens.k_token_stride, tokens.k_head_stride])?;
-        let v = Place::new("v", shape, [tokens.v_token_stride, tokens.v_head_stride])?;
+        let [of_k, of_v] = session.layout().shapes(count);
+        let k = Place::new("k", of_k, [tokens.k_token_stride, tokens.k_head_stride])?;
+        let v = Place::new("v", of_v, [tokens.v_token_stride, tokens.v_head_stride])?;
         // SAFETY: this function's contract.
         let [of_k, of_v] = unsafe {
             [

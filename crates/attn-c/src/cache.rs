@@ -10,6 +10,7 @@ use attn::{CacheConfig as Description, Error, Heads, KvFormat, SequenceImage, Se
 use crate::{
     arguments::{self, handle, list, list_mut, lock, optional, place, text},
     device::Device,
+    rows::head_dim,
     status::{Failure, Status, call},
 };
 
@@ -23,8 +24,10 @@ pub struct CacheConfig {
     pub format: *const c_char,
     /// KV heads.
     pub kv_heads: usize,
-    /// Elements per head: 64, 80, 96, 128, 192 or 256.
+    /// Elements of a head's key and query: 64, 80, 96, 128, 160, 192, 256, 320, 512 or 576.
     pub head_dim: usize,
+    /// Elements of a value and of an output, where they are not head_dim; 0: head_dim.
+    pub v_dim: usize,
     /// Sequences, all empty at first; 0: 1.
     pub sequences: usize,
     /// Tokens that each sequence has room for.
@@ -96,14 +99,14 @@ pub struct Cache {
 unsafe fn describe(given: &CacheConfig) -> Result<Description, Failure> {
     // SAFETY: this function's contract.
     let format: KvFormat = unsafe { text("format", given.format) }?.parse()?;
-    let heads = Heads {
-        q: match given.q_heads {
+    let heads = Heads::new(
+        match given.q_heads {
             0 => given.kv_heads,
             q_heads => q_heads,
         },
-        kv: given.kv_heads,
-        dim: given.head_dim,
-    };
+        given.kv_heads,
+        head_dim(given.head_dim, given.v_dim),
+    );
     let mut builder = Description::builder(format, heads).max_len(given.max_tokens);
     builder = builder.sequences(given.sequences.max(1));
     let layers = given.layers.max(1);

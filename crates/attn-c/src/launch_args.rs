@@ -101,7 +101,7 @@ pub struct Spans {
     pub tokens_after: *const i32,
     /// float `[spans][rows][2]`: maximum, -inf where a row sees no token of a span, and sum.
     pub max_sums: *mut f32,
-    /// float `[spans][rows][head_dim]`; not written where a row sees no token.
+    /// float `[spans][rows][v_dim]`; not written where a row sees no token.
     pub o: *mut f32,
 }
 
@@ -131,7 +131,7 @@ pub struct Ranges {
     pub dtype: u32,
     /// Elements from one token of K to the next, a multiple of 8; 0: kv_heads·head_dim.
     pub k_token_stride: usize,
-    /// Elements from one token of V to the next, a multiple of 8; 0: kv_heads·head_dim.
+    /// Elements from one token of V to the next, a multiple of 8; 0: kv_heads·v_dim.
     pub v_token_stride: usize,
     /// int32 `[count + 1]`: the first row of each range, then the end of the last.
     pub row_starts: *const i32,
@@ -150,14 +150,14 @@ impl Ranges {
         sequences: PagedSequences,
         layout: &PageLayout,
     ) -> Result<ExportArgs, Failure> {
-        let row = layout.num_kv_heads() * layout.head_dim();
+        let (heads, dim) = (layout.num_kv_heads(), layout.head_dim());
         Ok(ExportArgs {
             rows: KvRows {
                 k: address(self.k),
                 v: address(self.v),
                 dtype: on_device(self.dtype)?,
-                k_token_stride: or(self.k_token_stride, row),
-                v_token_stride: or(self.v_token_stride, row),
+                k_token_stride: or(self.k_token_stride, heads * dim.k),
+                v_token_stride: or(self.v_token_stride, heads * dim.v),
             },
             sequences,
             row_starts: given("row_starts", self.row_starts)?,
@@ -220,17 +220,17 @@ impl PageCopies {
 pub struct Merge {
     /// sizeof(attn_merge).
     pub struct_size: usize,
-    /// Outputs `[states][rows][head_dim]`.
+    /// Outputs `[states][rows][v_dim]`.
     pub outs: *const c_void,
     /// float `[states][rows]`: log-sum-exps, -inf where a state saw no token of a row.
     pub lses: *const f32,
     /// An attn_dtype, of outs.
     pub dtype: u32,
-    /// Elements from one state's outputs to the next one's, a multiple of 4; 0: rows·head_dim.
+    /// Elements from one state's outputs to the next one's, a multiple of 4; 0: rows·v_dim.
     pub out_stride: usize,
     /// Elements from one state's log-sum-exps to the next one's; 0: rows.
     pub lse_stride: usize,
-    /// Merged outputs `[rows][head_dim]`; may be those of the first state.
+    /// Merged outputs `[rows][v_dim]`; may be those of the first state.
     pub out: *mut c_void,
     /// An attn_dtype, of out.
     pub out_dtype: u32,
@@ -245,7 +245,7 @@ pub struct Merge {
 impl Merge {
     /// The merge of rows of a head's elements.
     pub(crate) fn args(&self, layout: &PageLayout) -> Result<MergeStatesArgs, Failure> {
-        let head_dim = layout.head_dim();
+        let head_dim = layout.head_dim().v;
         Ok(MergeStatesArgs {
             outs: given("outs", self.outs)?,
             lses: given("lses", self.lses)?,
@@ -271,7 +271,7 @@ pub struct SpanMerge {
     pub struct_size: usize,
     /// float `[states][rows][2]`.
     pub max_sums: *const f32,
-    /// float `[states][rows][head_dim]`.
+    /// float `[states][rows][v_dim]`.
     pub o: *const f32,
     /// Spans of all shards together.
     pub states: usize,
@@ -279,7 +279,7 @@ pub struct SpanMerge {
     pub rows: usize,
     /// Query heads.
     pub q_heads: usize,
-    /// Outputs `[rows][head_dim]`.
+    /// Outputs `[rows][v_dim]`.
     pub out: *mut c_void,
     /// An attn_dtype, of out.
     pub dtype: u32,
@@ -496,7 +496,8 @@ mod tests {
         };
         // The rows of K and V alone; what rotates them is a struct of its own.
         let rotary = offset_of!(Tokens, rotary);
-        every_field_matters(tokens, rotary, |tokens| tokens.on_device([2, 128]));
+        let layout = PageLayout::new(KvFormat::INT8, 128, 64, 2).expect("a layout");
+        every_field_matters(tokens, rotary, |tokens| tokens.on_device(&layout));
         let rotary = Rotary {
             struct_size: 0,
             cos_sin: AT,

@@ -34,7 +34,7 @@ pub use step::*;
 pub use transfer::*;
 
 /// Version of this interface's types and functions. A program and the library that it runs with have the same.
-pub const ATTN_ABI_VERSION: u32 = 5;
+pub const ATTN_ABI_VERSION: u32 = 6;
 
 /// The library's ATTN_ABI_VERSION, to be compared with the header's at the start of a program.
 #[unsafe(no_mangle)]

@@ -20,6 +20,7 @@ use crate::{
     device::Device,
     launch_args::{enqueue, given},
     modifiers::Modifiers,
+    rows::head_dim,
     status::{Failure, Status, call},
 };
 
@@ -37,8 +38,10 @@ pub struct PlanConfig {
     pub q_heads: usize,
     /// KV heads.
     pub kv_heads: usize,
-    /// Elements per head.
+    /// Elements of a head's key and query, as in attn_cache_config.
     pub head_dim: usize,
+    /// Elements of a value and of an output, where they are not head_dim; 0: head_dim.
+    pub v_dim: usize,
     /// Tokens per page; 0: 64.
     pub page_size: usize,
     /// Sequences.
@@ -139,11 +142,11 @@ pub unsafe extern "C" fn attn_plan_create(
             )
         };
         let format: KvFormat = format.parse()?;
-        let heads = Heads {
-            q: given.q_heads,
-            kv: given.kv_heads,
-            dim: given.head_dim,
-        };
+        let heads = Heads::new(
+            given.q_heads,
+            given.kv_heads,
+            head_dim(given.head_dim, given.v_dim),
+        );
         let mut problem = Problem::new(heads, vec![given.max_tokens; given.count]);
         if let Some(q_lens) = q_lens {
             problem = problem.q_lens(q_lens);

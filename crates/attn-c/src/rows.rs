@@ -3,7 +3,7 @@
 use std::ffi::c_void;
 
 use attn::{
-    RotaryStyle,
+    HeadDim, PageLayout, Problem, RotaryStyle,
     backends::cuda::native::{
         DeviceAddress, Dtype as CudaDtype, KvRows, RotaryArgs, RotaryQueries,
     },
@@ -14,7 +14,7 @@ use crate::{
     status::{Failure, Status},
 };
 
-/// New tokens, `[tokens][kv_heads][head_dim]`: those of the first sequence, then those of the next. A head's elements are contiguous; what lies
+/// New tokens, `[tokens][kv_heads][head_dim]`, of V `[tokens][kv_heads][v_dim]`: those of the first sequence, then those of the next. A head's elements are contiguous; what lies
 /// between rows is not read.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
@@ -33,7 +33,7 @@ pub struct Tokens {
     pub v_token_stride: usize,
     /// Elements from one head of K to the next; 0: head_dim. Device memory has no other.
     pub k_head_stride: usize,
-    /// Elements from one head of V to the next; 0: head_dim. Device memory has no other.
+    /// Elements from one head of V to the next; 0: v_dim. Device memory has no other.
     pub v_head_stride: usize,
     /// RoPE of K, and of queries beside it, for attn_plan_append_slots; else NULL.
     pub rotary: *const Rotary,
@@ -71,16 +71,16 @@ pub struct Rotary {
 
 impl Tokens {
     /// The tokens in device memory, as launches take them; refuses heads that lie apart, which kernels do not read.
-    pub(crate) fn on_device(&self, [heads, dim]: [usize; 2]) -> Result<KvRows, Failure> {
-        check_stride("k_head_stride", self.k_head_stride, dim)?;
-        check_stride("v_head_stride", self.v_head_stride, dim)?;
-        let row = heads.saturating_mul(dim);
+    pub(crate) fn on_device(&self, layout: &PageLayout) -> Result<KvRows, Failure> {
+        let (heads, dim) = (layout.num_kv_heads(), layout.head_dim());
+        check_stride("k_head_stride", self.k_head_stride, dim.k)?;
+        check_stride("v_head_stride", self.v_head_stride, dim.v)?;
         Ok(KvRows {
             k: DeviceAddress::new(self.k as u64),
             v: DeviceAddress::new(self.v as u64),
             dtype: on_device(self.dtype)?,
-            k_token_stride: or(self.k_token_stride, row),
-            v_token_stride: or(self.v_token_stride, row),
+            k_token_stride: or(self.k_token_stride, heads * dim.k),
+            v_token_stride: or(self.v_token_stride, heads * dim.v),
         })
     }
 
@@ -129,7 +129,7 @@ impl Rotary {
     }
 }
 
-/// Queries and outputs, `[query tokens][q_heads][head_dim]`: those of the step's first sequence, then those of the next. A head's elements are
+/// Queries, `[query tokens][q_heads][head_dim]`, and outputs, `[query tokens][q_heads][v_dim]`: those of the step's first sequence, then those of the next. A head's elements are
 /// contiguous; what lies between rows is neither read nor written, and nothing else writes it while the call runs.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
@@ -150,19 +150,24 @@ pub struct Rows {
     pub q_head_stride: usize,
     /// Elements from one token of the outputs to the next; 0: q_heads times the next head's.
     pub out_token_stride: usize,
-    /// Elements from one head of the outputs to the next; 0: head_dim.
+    /// Elements from one head of the outputs to the next; 0: v_dim.
     pub out_head_stride: usize,
 }
 
 impl Rows {
     /// Refuses rows that lie apart, which kernels neither read nor write.
-    pub(crate) fn check_on_device(&self, [heads, dim]: [usize; 2]) -> Result<(), Failure> {
-        let token = heads.saturating_mul(dim);
-        check_stride("q_token_stride", self.q_token_stride, token)?;
-        check_stride("q_head_stride", self.q_head_stride, dim)?;
-        check_stride("out_token_stride", self.out_token_stride, token)?;
-        check_stride("out_head_stride", self.out_head_stride, dim)
+    pub(crate) fn check_on_device(&self, problem: &Problem) -> Result<(), Failure> {
+        let (heads, HeadDim { k, v }) = (problem.num_q_heads, problem.head_dim);
+        check_stride("q_token_stride", self.q_token_stride, heads * k)?;
+        check_stride("q_head_stride", self.q_head_stride, k)?;
+        check_stride("out_token_stride", self.out_token_stride, heads * v)?;
+        check_stride("out_head_stride", self.out_head_stride, v)
     }
+}
+
+/// The elements of a head, of which a caller gives 0 for V's where they are K's.
+pub(crate) fn head_dim(k: usize, v: usize) -> HeadDim {
+    HeadDim { k, v: or(v, k) }
 }
 
 /// A field of a caller's struct, whose 0 is `default`.

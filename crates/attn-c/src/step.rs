@@ -68,9 +68,14 @@ unsafe fn attend(
         let at = unsafe { step.attend() }?;
         let memory = Memory::of(device, stream)?;
         let (tokens, heads) = (at.query_tokens(), step.q_heads);
-        let shape = [tokens, heads, session.config().head_dim];
-        let in_q = Place::new("q", shape, [rows.q_token_stride, rows.q_head_stride])?;
-        let in_out = Place::new("out", shape, [rows.out_token_stride, rows.out_head_stride])?;
+        let dim = session.config().head_dim;
+        let in_q = Place::new(
+            "q",
+            [tokens, heads, dim.k],
+            [rows.q_token_stride, rows.q_head_stride],
+        )?;
+        let strides = [rows.out_token_stride, rows.out_head_stride];
+        let in_out = Place::new("out", [tokens, heads, dim.v], strides)?;
         let in_lse = Place::new("lse", [tokens, heads, 1], [0; 2])?;
         // Outputs between the queries of a fused array: the host's queries are copied before the outputs' memory is borrowed.
         let shared = share((rows.q, in_q), (rows.out.cast_const(), in_out), rows.dtype)?;

@@ -17,6 +17,7 @@ use crate::{
     arguments::{self, config, handle, place, text},
     device::Device,
     launch_args::{Merge, PageCopies, Pages, Ranges, SpanMerge, enqueue},
+    rows::head_dim,
     status::{Status, call},
 };
 
@@ -30,8 +31,10 @@ pub struct TransferConfig {
     pub format: *const c_char,
     /// KV heads.
     pub kv_heads: usize,
-    /// Elements per head.
+    /// Elements of a head's key, as in attn_cache_config.
     pub head_dim: usize,
+    /// Elements of a value and of an output, where they are not head_dim; 0: head_dim.
+    pub v_dim: usize,
     /// Tokens per page; 0: 64.
     pub page_size: usize,
     /// Formats that keep some tokens finer: the most query tokens of a step, as for the plan whose pages these are; 0: 1.
@@ -70,11 +73,11 @@ pub unsafe extern "C" fn attn_transfer_create(
         };
         // SAFETY: this function's contract.
         let format: KvFormat = unsafe { text("format", given.format) }?.parse()?;
-        let heads = Heads {
-            q: given.kv_heads,
-            kv: given.kv_heads,
-            dim: given.head_dim,
-        };
+        let heads = Heads::new(
+            given.kv_heads,
+            given.kv_heads,
+            head_dim(given.head_dim, given.v_dim),
+        );
         let mut pages = CacheConfig::builder(format, heads).centres(false);
         if given.page_size > 0 {
             pages = pages.page_size(given.page_size);
@@ -87,7 +90,7 @@ pub unsafe extern "C" fn attn_transfer_create(
             export: gpu.prepare_op(layout)?,
             copy_pages: gpu.prepare_op(())?,
             merge: gpu.prepare_op(())?,
-            merge_spans: gpu.prepare_op((format, layout.head_dim()))?,
+            merge_spans: gpu.prepare_op((format, layout.head_dim().v))?,
             layout,
         };
         *out = Box::into_raw(Box::new(handle));

@@ -277,6 +277,7 @@ fn a_plan_needs_a_gpu() {
         q_heads: 4,
         kv_heads: 2,
         head_dim: 64,
+        v_dim: 0,
         page_size: 0,
         count: 1,
         q_lens: ptr::null(),
@@ -347,6 +348,7 @@ fn transfers_need_a_gpu_and_a_format() {
         format: c"int8".as_ptr(),
         kv_heads: 2,
         head_dim: 64,
+        v_dim: 0,
         page_size: 0,
         max_q_len: 0,
     };

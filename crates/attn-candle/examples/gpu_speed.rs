@@ -3,14 +3,14 @@
 
 use std::time::Instant;
 
-use attn::{Heads, KvFormat, Scheme};
+use attn::{HeadDim, Heads, KvFormat, Scheme};
 use attn_candle::QuantizedKvCache;
 use candle_core::{D, DType, Device, Result, Tensor};
 
 const HEADS: Heads = Heads {
     q: 32,
     kv: 8,
-    dim: 128,
+    dim: HeadDim::same(128),
 };
 const STEPS: usize = 50;
 const RUNS: usize = 9;

@@ -86,7 +86,7 @@ impl QuantizedKvCache {
     /// use attn_candle::QuantizedKvCache;
     /// use candle_core::Device;
     ///
-    /// let heads = Heads { q: 8, kv: 2, dim: 64 };
+    /// let heads = Heads::new(8, 2, 64);
     /// let config = CacheConfig::builder(KvFormat::INT8, heads).sequences(4).max_len(4096).build();
     /// // Every second layer sees 128 tokens.
     /// let global = Problem::new(heads, []);
@@ -119,7 +119,7 @@ impl QuantizedKvCache {
     /// use attn_candle::QuantizedKvCache;
     /// use candle_core::{DType, Device, Tensor};
     ///
-    /// let heads = Heads { q: 8, kv: 2, dim: 64 };
+    /// let heads = Heads::new(8, 2, 64);
     /// let config = CacheConfig::builder(KvFormat::INT8, heads).layers(3).max_len(4096).build();
     /// let problems = vec![Problem::new(heads, []); 3];
     /// let mut cache = QuantizedKvCache::shared(&config, problems, &Device::Cpu)?;
@@ -166,12 +166,10 @@ impl QuantizedKvCache {
             problem.q_lens.clear();
             problem.kv_lens.clear();
             problem.check()?;
-            let pairs = [
-                ("num_kv_heads", problem.num_kv_heads, config.num_kv_heads),
-                ("head_dim", problem.head_dim, config.head_dim),
-            ];
-            if let Some((what, problem, cache)) = pairs.into_iter().find(|(_, a, b)| a != b) {
-                let [problem, cache] = [problem, cache].map(|x| x.to_string());
+            let heads = [problem.num_kv_heads, config.num_kv_heads].map(|n| n.to_string());
+            let dims = [problem.head_dim, config.head_dim].map(|dim| dim.to_string());
+            let pairs = [("num_kv_heads", heads), ("head_dim", dims)];
+            if let Some((what, [problem, cache])) = pairs.into_iter().find(|(_, [a, b])| a != b) {
                 return Err(attn::Error::Mismatch {
                     what,
                     problem,
@@ -215,7 +213,7 @@ impl QuantizedKvCache {
     }
 
     /// Attends with `q` `[sequences, q heads, tokens, head_dim]`, whose last token stands at the last cached one of each sequence. The result
-    /// has q's shape and type, and the memory `[sequences, tokens, q heads, head_dim]`: `transpose(1, 2)` gives it as it lies.
+    /// has q's type and shape, with V's head_dim, and the memory `[sequences, tokens, q heads, head_dim]`: `transpose(1, 2)` gives it as it lies.
     ///
     /// # Errors
     /// Those of [`QuantizedKvCache::attend_to`].
@@ -270,17 +268,18 @@ impl QuantizedKvCache {
 
     /// K and V of so many sequences as rows.
     fn rows(&self, sequences: usize, [k, v]: [&Tensor; 2]) -> Result<[TensorRows; 2], Error> {
-        let rows = |what, tensor| {
+        let dim = self.session.config().head_dim;
+        let rows = |what, tensor, dim| {
             let expected = Expected {
                 what,
                 heads: self.session.config().num_kv_heads,
-                dim: self.session.config().head_dim,
+                dim,
                 device: self.device.location(),
                 tokens_apart: true,
             };
             TensorRows::new(expected, tensor, sequences)
         };
-        Ok([rows("k", k)?, rows("v", v)?])
+        Ok([rows("k", k, dim.k)?, rows("v", v, dim.v)?])
     }
 
     /// Takes the open step back, whichever layers were written; nothing is done without one.
@@ -310,7 +309,7 @@ impl QuantizedKvCache {
         let expected = Expected {
             what: "q",
             heads: of.q_heads,
-            dim,
+            dim: dim.k,
             device: self.device.location(),
             tokens_apart: false,
         };
@@ -322,7 +321,7 @@ impl QuantizedKvCache {
             scores: of.scores.clone(),
             ..Attend::new(of.q_heads, sequences)
         };
-        let shape = Shape::from((sequences.len(), q.tokens, of.q_heads, dim));
+        let shape = Shape::from((sequences.len(), q.tokens, of.q_heads, dim.v));
         let (session, device) = (&mut self.session, &self.device);
         let out = match q.dtype() {
             DType::F16 => attend(session, &at, &q, (f16::ZERO, shape, device)),

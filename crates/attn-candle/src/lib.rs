@@ -7,7 +7,7 @@
 //! use attn_candle::QuantizedKvCache;
 //! use candle_core::{DType, Device, Tensor};
 //!
-//! let heads = Heads { q: 8, kv: 2, dim: 64 };
+//! let heads = Heads::new(8, 2, 64);
 //! let mut cache = QuantizedKvCache::new(KvFormat::INT8, heads, 1, 4096, &Device::Cpu)?;
 //! // A prompt of 10 tokens: [batch, heads, tokens, head_dim].
 //! let [q, kv] = [8, 2].map(|heads| Tensor::ones((1, heads, 10, 64), DType::F32, &Device::Cpu));

@@ -2,7 +2,7 @@
 
 mod common;
 
-use attn::{CacheConfig, Heads, KvFormat, Problem};
+use attn::{CacheConfig, HeadDim, Heads, KvFormat, Problem};
 use attn_candle::{Error, QuantizedKvCache};
 use candle_core::{D, DType, Device, Tensor};
 use rstest::rstest;
@@ -12,7 +12,7 @@ use common::numbers;
 const HEADS: Heads = Heads {
     q: 4,
     kv: 2,
-    dim: 64,
+    dim: HeadDim::same(64),
 };
 const CPU: Device = Device::Cpu;
 

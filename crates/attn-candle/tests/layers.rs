@@ -2,7 +2,7 @@
 
 mod common;
 
-use attn::{CacheConfig, Heads, KvFormat, Problem};
+use attn::{CacheConfig, HeadDim, Heads, KvFormat, Problem};
 use attn_candle::{Error, QuantizedKvCache};
 use candle_core::{Device, Tensor};
 use common::numbers;
@@ -12,12 +12,12 @@ const CPU: Device = Device::Cpu;
 const HEADS: Heads = Heads {
     q: 4,
     kv: 2,
-    dim: 64,
+    dim: HeadDim::same(64),
 };
 
 fn rows(seed: usize, batch: usize, heads: usize, tokens: usize) -> Tensor {
-    let all = numbers(seed as u64, batch * heads * tokens * HEADS.dim);
-    Tensor::from_vec(all, (batch, heads, tokens, HEADS.dim), &CPU).unwrap()
+    let all = numbers(seed as u64, batch * heads * tokens * HEADS.dim.k);
+    Tensor::from_vec(all, (batch, heads, tokens, HEADS.dim.k), &CPU).unwrap()
 }
 
 fn bits(tensor: &Tensor) -> Vec<u32> {

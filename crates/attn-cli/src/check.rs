@@ -1,7 +1,7 @@
 //! `attn devices` and `attn check`.
 
 use anyhow::Result;
-use attn::{BackendId, DecodeAttention, Heads, KvFormat, Problem, Scheme, problem::HEAD_DIMS};
+use attn::{BackendId, DecodeAttention, HEAD_DIMS, Heads, KvFormat, Problem, Scheme};
 use attn_conformance::Report;
 use indicatif::{ProgressBar, ProgressStyle};
 use serde_json::{Value, json};
@@ -11,14 +11,7 @@ use crate::{console::Console, program::Backends};
 /// What a backend has kernels for, asked of itself: formats at head_dim 128, and the head_dims of `int8`.
 fn kernels(backend: &dyn DecodeAttention) -> (Vec<String>, Vec<usize>) {
     let has = |format, head_dim| {
-        let problem = Problem::new(
-            Heads {
-                q: 8,
-                kv: 1,
-                dim: head_dim,
-            },
-            vec![1],
-        );
+        let problem = Problem::new(Heads::new(8, 1, head_dim), vec![1]);
         backend.supports(&problem, format).is_ok()
     };
     let mut formats = vec![KvFormat::INT8, KvFormat::INT8_INT4, KvFormat::INT4];

@@ -34,11 +34,7 @@ pub struct Kv {
 impl Kv {
     /// A cache with room for the layer, and static scales for it where the format has some.
     pub fn cache(&self, format: KvFormat) -> CacheBuilder {
-        let heads = Heads {
-            q: self.kv_heads,
-            kv: self.kv_heads,
-            dim: self.head_dim,
-        };
+        let heads = Heads::new(self.kv_heads, self.kv_heads, self.head_dim);
         let scales = |scheme, x| tensor_scales(scheme, x, self.kv_heads, self.head_dim);
         CacheConfig::builder(format, heads)
             .max_len(self.seq)
@@ -296,14 +292,7 @@ fn exact(
     [q_len, q_heads]: [usize; 2],
     scale: f32,
 ) -> Result<(Vec<f32>, Vec<f32>)> {
-    let mut problem = Problem::new(
-        Heads {
-            q: q_heads,
-            kv: kv.kv_heads,
-            dim: kv.head_dim,
-        },
-        vec![kv.seq],
-    );
+    let mut problem = Problem::new(Heads::new(q_heads, kv.kv_heads, kv.head_dim), vec![kv.seq]);
     problem.q_lens = vec![q_len; problem.batch()];
     problem.scores.softmax_scale = Some(scale);
     problem

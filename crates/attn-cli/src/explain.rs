@@ -82,7 +82,7 @@ impl Needs {
             .sum();
         Needs {
             cache_bytes: workload.cache_bytes(),
-            plain_bytes: 4 * tokens * problem.num_kv_heads * problem.head_dim,
+            plain_bytes: 2 * tokens * problem.kv_elements().iter().sum::<usize>(),
             bytes,
             flops: match workload.operation.is_append_alone() {
                 true => 0.0,

@@ -1,6 +1,6 @@
 //! A backend that spoils the answers of the CPU, for tests of what the program says of one; and the program with it.
 
-use attn::{BackendId, DecodeAttention, Selection, Unsupported, problem::HEAD_DIMS};
+use attn::{BackendId, DecodeAttention, Selection, Unsupported};
 use attn_conformance::fake::FakeBackend;
 use attn_cpu::CpuBackend;
 use clap::Parser;
@@ -18,11 +18,15 @@ pub type Fault = fn(&mut [f32], &mut [f32]);
 pub fn open(fault: Fault) -> Box<dyn DecodeAttention> {
     let cpu = FakeBackend::of(CpuBackend::open().expect("the CPU is there")).software();
     let cpu = cpu.with_refusals(|problem, _| {
-        (!HEAD_DIMS.contains(&problem.head_dim)).then(|| Unsupported::NoKernel {
-            backend: "cpu",
-            what: format!("head_dim {}", problem.head_dim),
-            built: "others".to_owned(),
-        })
+        problem
+            .head_dim
+            .check()
+            .is_err()
+            .then(|| Unsupported::NoKernel {
+                backend: "cpu",
+                what: format!("head_dim {}", problem.head_dim),
+                built: "others".to_owned(),
+            })
     });
     Box::new(cpu.with_answers(move |answer| fault(answer.out, answer.lse)))
 }

@@ -215,11 +215,7 @@ fn layer(
 ) -> Result<Layer> {
     let shape = shape(name, settings, file_bytes)?;
     let [tokens, heads, dim] = shape;
-    let heads = Heads {
-        q: heads,
-        kv: heads,
-        dim,
-    };
+    let heads = Heads::new(heads, heads, dim);
     let [k_scales, v_scales] = ["k_scales", "v_scales"].map(|suffix| scales(file, name, suffix));
     let config = CacheConfig::builder(settings.format, heads)
         .centres(false)

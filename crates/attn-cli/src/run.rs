@@ -216,11 +216,7 @@ fn decode(
     let mut cache = backend.create_cache(&kv.cache(format).build())?;
     cache.append(0, &kv.k, &kv.v)?;
     let mut problem = Problem::new(
-        Heads {
-            q: layer.q_heads,
-            kv: kv.kv_heads,
-            dim: kv.head_dim,
-        },
+        Heads::new(layer.q_heads, kv.kv_heads, kv.head_dim),
         vec![kv.seq],
     );
     problem.q_lens = vec![layer.q_len; problem.batch()];
@@ -441,14 +437,7 @@ mod tests {
         };
         let format: KvFormat = "int8".parse().unwrap();
         for (tokens, calls) in [(100, 1), (100, 1), (300, 2), (100, 2)] {
-            let problem = Problem::new(
-                Heads {
-                    q: 2,
-                    kv: 1,
-                    dim: 64,
-                },
-                vec![tokens],
-            );
+            let problem = Problem::new(Heads::new(2, 1, 64), vec![tokens]);
             let seconds = clock.seconds(&problem, format).unwrap();
             assert!((seconds - tokens as f64 * 1e-6).abs() < 1e-12, "{seconds}");
             assert_eq!(MEASURED.load(Ordering::Relaxed), calls);

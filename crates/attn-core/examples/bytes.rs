@@ -3,11 +3,7 @@
 use attn_core::{CacheConfig, Error, Heads, KvFormat};
 
 fn main() -> Result<(), Error> {
-    let heads = Heads {
-        q: 32,
-        kv: 8,
-        dim: 128,
-    };
+    let heads = Heads::new(32, 8, 128);
     let bytes = |format: KvFormat| -> Result<f64, Error> {
         let config = CacheConfig::builder(format, heads)
             .unit_tensor_scales()

@@ -12,7 +12,7 @@ use crate::{
 /// ```
 /// use attn_core::{Attend, CacheConfig, Heads, HostPages, KvCache, KvFormat};
 ///
-/// let heads = Heads { q: 4, kv: 1, dim: 64 };
+/// let heads = Heads::new(4, 1, 64);
 /// let config = CacheConfig::builder(KvFormat::INT8, heads).sequences(3).max_len(64).build();
 /// let mut cache = KvCache::new(config.clone(), Box::new(HostPages::new(&config)?))?;
 /// cache.append(2, &[0.5; 5 * 64], &[2.0; 5 * 64])?;
@@ -26,7 +26,7 @@ use crate::{
 pub struct Attend<'a> {
     /// The layer of the cache; 0 in a cache of one.
     pub layer: usize,
-    /// The number of query heads: a multiple of the cache's KV heads, at most 64 for each.
+    /// The number of query heads: a multiple of the cache's KV heads, at most 128 for each.
     pub q_heads: usize,
     /// The sequences of the cache, in any order. Rows come in this order: all query tokens of the first one, then those of the next.
     pub sequences: &'a [usize],
@@ -70,11 +70,11 @@ impl<'a> Attend<'a> {
     /// [`Error::Layer`], [`Error::Sequence`]; those of [`CachedSequences::check_problem`].
     pub fn of_cache<'c>(&self, cache: &'c KvCache) -> Result<Attended<'c>, Error> {
         let chosen = cache.layer(self.layer)?.sequences(self.sequences)?;
-        let heads = Heads {
-            q: self.q_heads,
-            kv: cache.config().num_kv_heads,
-            dim: cache.config().head_dim,
-        };
+        let heads = Heads::new(
+            self.q_heads,
+            cache.config().num_kv_heads,
+            cache.config().head_dim,
+        );
         let mut problem = Problem::new(heads, chosen.table().lens.clone());
         if let Some(q_lens) = self.q_lens {
             problem = problem.q_lens(q_lens);
@@ -110,27 +110,17 @@ impl<'a> Attended<'a> {
         &self.problem
     }
 
-    /// The shape of queries and outputs, `[query tokens, num_q_heads, head_dim]`.
-    #[must_use]
-    pub fn rows(&self) -> [usize; 3] {
-        [
-            self.problem.query_tokens(),
-            self.problem.num_q_heads,
-            self.problem.head_dim,
-        ]
-    }
-
     /// The shape of log-sum-exps, `[query tokens, num_q_heads, 1]`.
     #[must_use]
     pub fn lse_rows(&self) -> [usize; 3] {
-        let [tokens, heads, _] = self.rows();
+        let [tokens, heads, _] = self.problem.out_shape();
         [tokens, heads, 1]
     }
 
     /// The shapes of the states of so many spans: maxima and sums, and O.
     #[must_use]
     pub fn state_rows(&self, spans: usize) -> [[usize; 3]; 2] {
-        let [tokens, heads, dim] = self.rows();
+        let [tokens, heads, dim] = self.problem.out_shape();
         [2, dim].map(|last| [spans.saturating_mul(tokens), heads, last])
     }
 }

@@ -45,7 +45,7 @@ impl DeviceInfo {
 ///
 /// /// One token of 1 KV head and 4 query heads, on any backend.
 /// fn attend(backend: &dyn DecodeAttention, q: &[f32; 4 * 64]) -> Result<Vec<f32>, Error> {
-///     let heads = Heads { q: 4, kv: 1, dim: 64 };
+///     let heads = Heads::new(4, 1, 64);
 ///     let config = CacheConfig::builder(KvFormat::INT8, heads).max_len(1024).build();
 ///     let mut cache = backend.create_cache(&config)?;
 ///     let plan = backend.plan(&Problem::new(heads, [1024]), KvFormat::INT8)?;

@@ -59,7 +59,7 @@ use crate::{
 /// ```
 /// use attn_core::{CacheConfig, Heads, HostPages, KvCache, KvFormat};
 ///
-/// let heads = Heads { q: 4, kv: 1, dim: 64 };
+/// let heads = Heads::new(4, 1, 64);
 /// let config = CacheConfig::builder(KvFormat::INT8, heads).sequences(2).max_len(256).build();
 /// // A backend's `create_cache` does this with its own store.
 /// let pages = HostPages::new(&config)?;
@@ -104,8 +104,12 @@ impl KvCache {
             let [config, store] = formats.map(|format| format.to_string());
             return differ("format", config, store);
         }
+        if of_store.head_dim() != config.head_dim {
+            let dims = [config.head_dim, of_store.head_dim()];
+            let [config, store] = dims.map(|dim| dim.to_string());
+            return differ("head_dim", config, store);
+        }
         for (what, of_config, of_store) in [
-            ("head_dim", config.head_dim, of_store.head_dim()),
             ("page_size", config.page_size, of_store.page_size()),
             ("num_kv_heads", config.num_kv_heads, of_store.num_kv_heads()),
             ("num_pages", config.num_pages, store.num_pages()),

@@ -4,6 +4,7 @@ use crate::{
     centres::centres_bytes,
     error::{Error, refuse},
     format::{KvFormat, Scheme},
+    head_dim::HeadDim,
     layout::{MAX_KV_HEADS, PageLayout},
     problem::{Heads, MAX_TOKENS},
     segments::TILE,
@@ -20,7 +21,7 @@ pub struct CacheConfig {
     /// Number of KV heads.
     pub num_kv_heads: usize,
     /// Elements per head.
-    pub head_dim: usize,
+    pub head_dim: HeadDim,
     /// Tokens per page: 16, 32, 64 or 128.
     pub page_size: usize,
     /// Number of layers, which share lengths and pages: a page of a sequence is a page in every layer's pool.
@@ -62,7 +63,7 @@ impl CacheConfig {
     /// ```
     /// use attn_core::{CacheConfig, Heads, KvFormat};
     ///
-    /// let heads = Heads { q: 32, kv: 8, dim: 128 };
+    /// let heads = Heads::new(32, 8, 128);
     /// let config = CacheConfig::builder(KvFormat::INT8, heads)
     ///     .sequences(16)
     ///     .max_len(8192)
@@ -111,7 +112,7 @@ impl CacheConfig {
     /// ```
     /// use attn_core::{CacheConfig, Heads, KvFormat};
     ///
-    /// let heads = Heads { q: 32, kv: 8, dim: 128 };
+    /// let heads = Heads::new(32, 8, 128);
     /// let config = CacheConfig::builder(KvFormat::INT4, heads).checkpoints(1024).max_len(8192).build();
     /// assert_eq!((config.checkpoint_pages(), config.checkpoint_bytes()?), (2, 2 * 67584));
     /// // 128 home pages, 5 of residuals of the first tile and the newest ones, and 2 for each checkpoint.
@@ -159,11 +160,11 @@ impl CacheConfig {
         )
     }
 
-    /// Bytes of one sequence's centres of K in one layer, `[num_kv_heads, 2, head_dim]` in bf16; 0 for a cache without.
+    /// Bytes of one sequence's centres of K in one layer, `[num_kv_heads, 2, head_dim.k]` in bf16; 0 for a cache without.
     #[must_use]
     pub fn centres_bytes(&self) -> usize {
         match self.centres {
-            true => centres_bytes(self.num_kv_heads, self.head_dim),
+            true => centres_bytes(self.num_kv_heads, self.head_dim.k),
             false => 0,
         }
     }
@@ -193,11 +194,7 @@ impl CacheConfig {
     /// [`Error::Parameter`]; [`Error::MissingScales`] where a scheme with static scales has none, [`Error::ScaleCount`] for another number of them.
     pub fn check(&self) -> Result<(), Error> {
         let layout = self.layout()?;
-        let heads = Heads {
-            q: self.num_q_heads,
-            kv: self.num_kv_heads,
-            dim: self.head_dim,
-        };
+        let heads = Heads::new(self.num_q_heads, self.num_kv_heads, self.head_dim);
         heads.check()?;
         if self.num_pages > u32::MAX as usize {
             return refuse("num_pages", self.num_pages, "at most 2^32 - 1");
@@ -269,7 +266,7 @@ impl CacheBuilder {
     /// ```
     /// use attn_core::{CacheConfig, Heads, KvFormat};
     ///
-    /// let heads = Heads { q: 32, kv: 8, dim: 128 };
+    /// let heads = Heads::new(32, 8, 128);
     /// let one = CacheConfig::builder(KvFormat::INT8, heads).max_len(8192).build();
     /// let config = CacheConfig::builder(KvFormat::INT8, heads).layers(36).max_len(8192).build();
     /// assert_eq!(config.num_pages, one.num_pages);
@@ -292,7 +289,7 @@ impl CacheBuilder {
     /// ```
     /// use attn_core::{CacheConfig, Heads, KvFormat, Problem};
     ///
-    /// let problem = Problem::new(Heads { q: 32, kv: 8, dim: 128 }, [4096, 1000]);
+    /// let problem = Problem::new(Heads::new(32, 8, 128), [4096, 1000]);
     /// let config = CacheConfig::builder(KvFormat::INT8, problem.heads())
     ///     .lens(problem.kv_lens.iter().copied())
     ///     .build();
@@ -344,7 +341,7 @@ impl CacheBuilder {
     /// ```
     /// use attn_core::{CacheConfig, Heads, KvFormat};
     ///
-    /// let heads = Heads { q: 4, kv: 2, dim: 64 };
+    /// let heads = Heads::new(4, 2, 64);
     /// assert!(CacheConfig::builder(KvFormat::INT4, heads).build().centres);
     /// let fp8: KvFormat = "fp8".parse()?;
     /// let builder = CacheConfig::builder(fp8, heads).unit_tensor_scales();
@@ -365,7 +362,7 @@ impl CacheBuilder {
     /// use attn_core::{CacheConfig, Error, Heads, KvFormat};
     ///
     /// let fp8: KvFormat = "fp8".parse()?;
-    /// let builder = CacheConfig::builder(fp8, Heads { q: 4, kv: 2, dim: 64 }).max_len(256);
+    /// let builder = CacheConfig::builder(fp8, Heads::new(4, 2, 64)).max_len(256);
     /// let missing = builder.clone().build().check();
     /// assert!(matches!(missing, Err(Error::MissingScales { what: "k_scales", needed: 2, .. })));
     /// builder.tensor_scales([0.02, 0.05], [0.01, 0.01]).build().check()?;

@@ -15,12 +15,12 @@ use crate::{
 /// Centres of a sequence, layer and KV head.
 pub const CENTRES: usize = 2;
 
-/// Bytes of a sequence's centres in one layer: `[num_kv_heads, 2, head_dim]` in bf16.
+/// Bytes of a sequence's centres in one layer: `[num_kv_heads, 2, dim]` in bf16, of keys of `dim` elements.
 #[must_use]
-pub fn centres_bytes(num_kv_heads: usize, head_dim: usize) -> usize {
+pub fn centres_bytes(num_kv_heads: usize, dim: usize) -> usize {
     num_kv_heads
         .saturating_mul(CENTRES * size_of::<bf16>())
-        .saturating_mul(head_dim)
+        .saturating_mul(dim)
 }
 
 /// Which centre is taken off the key of the token at a position: 0 for the first key, 1 for the mean of the first tile.

@@ -23,7 +23,7 @@
 //!     rows: StridedRows::bnsh(&ones, &[], 1, 3, 64 * 2, 0),
 //!     blocks: None,
 //! };
-//! let heads = Heads { q: 1, kv: 1, dim: 64 };
+//! let heads = Heads::new(1, 1, 64);
 //! let config = CacheConfig::builder(KvFormat::same(Scheme::Bf16), heads).max_len(64).build();
 //! let layout = config.layout()?;
 //! let pages = convert::import(&layout, 0, 3, &rows, &rows)?;
@@ -96,8 +96,8 @@ pub struct Exported {
 }
 
 fn check_scheme(format: RowFormat, layout: &PageLayout, side: Side) -> Result<Scheme, Error> {
-    let scheme = format.scheme(layout.head_dim())?;
-    let stored = layout.part(side).scheme;
+    let part = layout.part(side);
+    let (scheme, stored) = (format.scheme(part.dim())?, part.scheme);
     if stored.is_rotated() {
         return refuse(
             "scheme of the pages",
@@ -117,7 +117,12 @@ fn check_scheme(format: RowFormat, layout: &PageLayout, side: Side) -> Result<Sc
 impl ExternalRows<'_> {
     /// Refuses rows that do not hold the last token of the last head, and a block table that is too short, so that a call allocates no more
     /// pages than its rows fill.
-    fn check(&self, layout: &PageLayout, sequence: usize, tokens: usize) -> Result<(), Error> {
+    fn check(
+        &self,
+        layout: &PageLayout,
+        side: Side,
+        [sequence, tokens]: [usize; 2],
+    ) -> Result<(), Error> {
         if self.blocks.is_some_and(|blocks| blocks.tokens == 0) {
             return refuse("tokens per block", 0, "1 or more");
         }
@@ -125,7 +130,7 @@ impl ExternalRows<'_> {
             return Ok(());
         };
         let heads = layout.num_kv_heads();
-        let row_bytes = self.format.row_bytes(layout.head_dim());
+        let row_bytes = self.format.row_bytes(layout.head_dim().of(side));
         // Strides of 0 would let one row stand for any number of them.
         let (given, needed) = (
             self.rows.codes.len() / row_bytes,
@@ -203,16 +208,16 @@ pub fn import(
     let page_size = layout.page_size();
     for (side, external) in [(Side::K, k), (Side::V, v)] {
         check_scheme(external.format, layout, side)?;
-        external.check(layout, sequence, tokens)?;
+        external.check(layout, side, [sequence, tokens])?;
     }
     let mut pages = blank_pages(layout, tokens)?;
     for (side, external) in [(Side::K, k), (Side::V, v)] {
         let part = layout.part(side);
         let scheme = part.scheme;
-        let groups = scheme.groups(layout.head_dim());
-        let row_bytes = external.format.row_bytes(layout.head_dim());
+        let groups = part.num_params();
+        let row_bytes = external.format.row_bytes(part.dim());
         let outside = external.format.scales_outside();
-        let (mut codes, mut params) = (vec![0; layout.head_dim()], vec![Param::default(); groups]);
+        let (mut codes, mut params) = (vec![0; part.dim()], vec![Param::default(); groups]);
         for head in 0..layout.num_kv_heads() {
             for t in 0..tokens {
                 let at = place(external, sequence, head, t)?;
@@ -251,7 +256,7 @@ fn get(
 ) -> (Vec<u16>, Vec<Param>) {
     let part = layout.part(side);
     let run = &page[layout.run(0, head)];
-    let codes = (0..layout.head_dim()).map(|d| part.load_code(run, t, d));
+    let codes = (0..part.dim()).map(|d| part.load_code(run, t, d));
     let params = (0..part.num_params()).map(|g| part.load_param(run, t, g));
     (codes.collect(), params.collect())
 }
@@ -268,7 +273,7 @@ fn row(
 ) -> Vec<f32> {
     let scheme = layout.part(side).scheme;
     let (codes, params) = get(layout, side, home, head, t);
-    let width = layout.head_dim() / params.len();
+    let width = codes.len() / params.len();
     let mut row: Vec<f32> = match layout.residual(side).zip(residuals) {
         None => {
             let values = codes.iter().enumerate();
@@ -306,7 +311,7 @@ pub(crate) fn tile_keys(
 ) -> Result<Vec<f32>, Error> {
     let (heads, page_size) = (layout.num_kv_heads(), layout.page_size());
     let mut keys = Vec::new();
-    reserve("keys", &mut keys, heads * TILE * layout.head_dim())?;
+    reserve("keys", &mut keys, heads * TILE * layout.head_dim().k)?;
     for head in 0..heads {
         let scale = scales.get(head).copied().unwrap_or(1.0);
         for t in first..first + TILE {
@@ -340,9 +345,10 @@ pub fn export(
     let scheme = check_scheme(format, layout, side)?;
     layout.check_pages(pages, tokens)?;
     let (heads, page_size) = (layout.num_kv_heads(), layout.page_size());
-    let row_bytes = format.row_bytes(layout.head_dim());
+    let dim = layout.head_dim().of(side);
+    let row_bytes = format.row_bytes(dim);
     let groups = if format.scales_outside() {
-        scheme.groups(layout.head_dim())
+        scheme.groups(dim)
     } else {
         0
     };
@@ -369,7 +375,7 @@ pub fn export(
     Ok(exported)
 }
 
-/// Values of pages, as [`KvCache::read_back`](crate::KvCache::read_back) gives them: K and V, each `[tokens, num_kv_heads, head_dim]`, with residuals
+/// Values of pages, as [`KvCache::read_back`](crate::KvCache::read_back) gives them: K and V, each `[tokens, num_kv_heads, head_dim]` with its own head_dim, with residuals
 /// where the sequence's newest token reads them: those of the first tile, and of the window.
 ///
 /// # Errors
@@ -400,7 +406,7 @@ pub(crate) fn dequantize_centred(
     let held = SequencePages::of_lists(*layout, tokens, pages)?;
     let (heads, page_size) = (layout.num_kv_heads(), layout.page_size());
     let newest = tokens.saturating_sub(1) / TILE;
-    let dim = layout.head_dim();
+    let dim = layout.head_dim().k;
     let centre = |head: usize, t: usize| {
         let first = (head * CENTRES + centre_of(t)) * dim;
         centres.get(first..first + dim).unwrap_or_default()
@@ -408,7 +414,7 @@ pub(crate) fn dequantize_centred(
     let side = |side: Side| -> Result<Vec<f32>, Error> {
         let scales = scales[side as usize];
         let mut x = Vec::new();
-        let elements = tokens * heads * layout.head_dim();
+        let elements = tokens * heads * layout.head_dim().of(side);
         reserve("dequantized rows", &mut x, elements)?;
         for t in 0..tokens {
             let is_fine = layout.part(side).scheme.reads_fine(t / TILE, newest, 0);

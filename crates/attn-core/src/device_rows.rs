@@ -214,11 +214,7 @@ mod tests {
         let memory = There(256);
         let rows = || Rows::on_device(&memory, [1, 1, 1, 64], [0, 64, 64]).unwrap();
         let rows_mut = || RowsMut::on_device(&memory, [1, 1, 1, 64], [0, 64, 64]).unwrap();
-        let heads = Heads {
-            q: 1,
-            kv: 1,
-            dim: 64,
-        };
+        let heads = Heads::new(1, 1, 64);
         let config = CacheConfig::builder(KvFormat::INT8, heads)
             .max_len(64)
             .build();

@@ -136,7 +136,7 @@ impl KvCache {
         tokens: usize,
         [k, v]: [Rows<'a>; 2],
     ) -> Result<[DeviceRows<'a>; 2], Error> {
-        let needed = [tokens, self.config().num_kv_heads, self.config().head_dim];
-        Ok([k.device_rows("k", needed)?, v.device_rows("v", needed)?])
+        let [of_k, of_v] = self.layout().shapes(tokens);
+        Ok([k.device_rows("k", of_k)?, v.device_rows("v", of_v)?])
     }
 }

@@ -4,11 +4,12 @@ use std::{fmt, str::FromStr};
 
 use crate::{
     error::{Error, refuse},
+    head_dim::HeadDim,
     segments::TILE,
 };
 
-/// The largest head_dim.
-pub const MAX_HEAD_DIM: usize = 256;
+/// Most dims of a group of half steps: sums over more of them are no exact f32 (`127 · 255 · 512 < 2^24`).
+const MAX_HALF_STEPS: usize = 512;
 
 /// Most quantization groups of a token's dims in any scheme.
 pub const MAX_GROUPS: usize = 8;
@@ -240,8 +241,10 @@ impl Scheme {
             refuse("format", given, allowed)
         };
         match self {
-            Scheme::Int8(Int8Scale::Group32) if !head_dim.is_multiple_of(32) => {
-                refuse("int8-g32 with a head_dim that is a multiple of 32; use int8")
+            Scheme::Int8(Int8Scale::Group32)
+                if !head_dim.is_multiple_of(32) || head_dim > 32 * MAX_GROUPS =>
+            {
+                refuse("int8-g32 with a head_dim that is a multiple of 32 up to 256; use int8")
             }
             Scheme::Int4(g) | Scheme::RotatedInt4 { groups: g, .. }
                 if !matches!(g, 1 | 2 | 4 | 8) =>
@@ -252,6 +255,9 @@ impl Scheme {
                 if !head_dim.is_multiple_of(g as usize * 16) =>
             {
                 refuse("int4 with groups of a multiple of 16 dims; use fewer groups")
+            }
+            Scheme::RotatedInt4 { groups: g, .. } if head_dim > g as usize * MAX_HALF_STEPS => {
+                refuse("int4 with groups of at most 512 dims; use more groups, as int4-r2 has")
             }
             _ => Ok(()),
         }
@@ -335,6 +341,12 @@ impl KvFormat {
             k: scheme,
             v: scheme,
         }
+    }
+
+    /// The scheme and the elements of K, and those of V.
+    #[must_use]
+    pub fn sides(self, head_dim: HeadDim) -> [(Scheme, usize); 2] {
+        [(self.k, head_dim.k), (self.v, head_dim.v)]
     }
 
     /// Whether decode runs in the integer arithmetic, whose bits are equal on every backend.
@@ -466,9 +478,10 @@ impl KvFormat {
     ///
     /// # Errors
     /// [`Error::Parameter`] naming what is allowed.
-    pub fn check(self, head_dim: usize) -> Result<(), Error> {
-        self.k.check(head_dim)?;
-        self.v.check(head_dim)
+    pub fn check(self, head_dim: impl Into<HeadDim>) -> Result<(), Error> {
+        let head_dim = head_dim.into();
+        self.k.check(head_dim.k)?;
+        self.v.check(head_dim.v)
     }
 }
 

@@ -106,7 +106,7 @@ impl HostPages {
         sequence: usize,
         head: usize,
     ) -> Option<[&[bf16]; CENTRES]> {
-        let dim = self.layout.head_dim();
+        let dim = self.layout.head_dim().k;
         let first = (sequence * self.layout.num_kv_heads() + head) * CENTRES * dim;
         let both = self.centres.get(layer)?.get(first..first + CENTRES * dim)?;
         let (first, second) = both.split_at(dim);
@@ -123,7 +123,7 @@ impl HostPages {
 
     /// The place of a centre of K in a layer.
     fn centre_at(&self, sequence: usize, head: usize, centre: usize) -> Range<usize> {
-        let dim = self.layout.head_dim();
+        let dim = self.layout.head_dim().k;
         let heads = self.layout.num_kv_heads();
         let first = ((sequence * heads + head) * CENTRES + centre) * dim;
         first..first + dim
@@ -148,8 +148,8 @@ impl HostPages {
     fn sum_of_tile(&self, [layer, head]: [usize; 2], tile: &FirstTile) -> Vec<f32> {
         let (layout, part) = (self.layout, self.layout.part(Side::K));
         let residual = layout.residual(Side::K);
-        let dims_of_group = layout.head_dim() / part.num_params();
-        let mut sum = vec![0.0; layout.head_dim()];
+        let dims_of_group = part.dim() / part.num_params();
+        let mut sum = vec![0.0; part.dim()];
         for t in 0..TILE {
             let (page, t) = (t / layout.page_size(), t % layout.page_size());
             let run = self.run(layer, tile.pages[page], head);
@@ -181,21 +181,22 @@ impl HostPages {
         let part = layout.part(side);
         let scales = self.config.tensor_scales(layer)[side as usize];
         let scale = scales.get(head).copied().unwrap_or(1.0);
-        let params = &mut scratch.params[..part.scheme.groups(layout.head_dim())];
+        let codes = &mut scratch.codes[..part.dim()];
+        let params = &mut scratch.params[..part.num_params()];
         match side == Side::K && self.config.centres {
             true => {
                 let row = self.centred([layer, head], write, x);
-                quant::encode_stored(part.scheme, scale, &row, &mut scratch.codes, params);
+                quant::encode_stored(part.scheme, scale, &row, codes, params);
             }
-            false => quant::encode(part.scheme, scale, x, &mut scratch.codes, params),
+            false => quant::encode(part.scheme, scale, x, codes, params),
         }
         let pool = self.pools[layer].pages_mut();
         let run = &mut pool[layout.run(write.page, head)];
-        part.store_codes(run, write.token, &scratch.codes);
+        part.store_codes(run, write.token, codes);
         part.store_params(run, write.token, params);
         if let (Some(page), Some(part)) = (write.residual_page, layout.residual(side)) {
             let run = &mut pool[layout.run(page, head)];
-            part.store_codes(run, write.token, &scratch.codes);
+            part.store_codes(run, write.token, codes);
         }
     }
 }
@@ -236,7 +237,7 @@ impl PageStore for HostPages {
         k: WideRows<'_>,
         v: WideRows<'_>,
     ) -> Result<(), Error> {
-        let head_dim = self.layout.head_dim();
+        let head_dim = self.layout.head_dim().max();
         let heads = self.layout.num_kv_heads();
         let mut scratch = Scratch {
             codes: vec![0; head_dim],
@@ -388,7 +389,7 @@ impl PageStore for HostPages {
 ///     }
 /// }
 ///
-/// let config = CacheConfig::builder(KvFormat::INT8, Heads { q: 1, kv: 1, dim: 64 }).max_len(64).build();
+/// let config = CacheConfig::builder(KvFormat::INT8, Heads::new(1, 1, 64)).max_len(64).build();
 /// let store = Counting(HostPages::new(&config)?, 0);
 /// let mut cache = KvCache::new(config, Box::new(store))?;
 /// cache.append(0, &[0.5; 64], &[2.0; 64])?;

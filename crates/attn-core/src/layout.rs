@@ -9,10 +9,9 @@ use half::f16;
 use crate::{
     error::{Error, refuse},
     format::{KvFormat, Scheme},
+    head_dim::HeadDim,
     quant::Param,
 };
-
-pub use crate::format::MAX_HEAD_DIM;
 
 /// Bytes of a panel row; head_dims and tokens are cut into panels of this width.
 const PANEL: usize = 16;
@@ -170,7 +169,7 @@ pub struct Part {
     pub params: Range<usize>,
     side: Side,
     is_residual: bool,
-    head_dim: usize,
+    dim: usize,
     page_size: usize,
 }
 
@@ -180,15 +179,15 @@ impl Part {
     pub fn code_addr(&self, t: usize, d: usize) -> CodeAddr {
         let bits = self.scheme.code_bits();
         match self.side {
-            Side::K => k_code(bits, self.head_dim, self.page_size, t, d),
-            Side::V => v_code(bits, self.head_dim, self.page_size, t, d),
+            Side::K => k_code(bits, self.dim, self.page_size, t, d),
+            Side::V => v_code(bits, self.dim, self.page_size, t, d),
         }
     }
 
     /// Elements per token.
     #[must_use]
-    pub fn head_dim(&self) -> usize {
-        self.head_dim
+    pub fn dim(&self) -> usize {
+        self.dim
     }
 
     /// The code `(t, d)` of a run.
@@ -215,7 +214,7 @@ impl Part {
     /// Parameters that belong to a token: one for each group.
     #[must_use]
     pub fn num_params(&self) -> usize {
-        self.scheme.groups(self.head_dim)
+        self.scheme.groups(self.dim)
     }
 
     /// The parameters of group `g` of token `t` of a run.
@@ -240,13 +239,10 @@ impl Part {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PageLayout {
     format: KvFormat,
-    head_dim: usize,
+    head_dim: HeadDim,
     page_size: usize,
     num_kv_heads: usize,
 }
-
-/// head_dims that the library defines.
-pub const HEAD_DIMS: [usize; 6] = [64, 80, 96, 128, 192, 256];
 
 /// Page sizes that the library defines, in tokens.
 pub const PAGE_SIZES: [usize; 4] = [16, 32, 64, 128];
@@ -256,33 +252,25 @@ pub const MAX_KV_HEADS: usize = 65536;
 
 /// Bytes of the parameters of one side of a run of `page_size` tokens; of sizes that no page has they may saturate.
 #[must_use]
-pub fn params_bytes(scheme: Scheme, head_dim: usize, page_size: usize) -> usize {
+pub fn params_bytes(scheme: Scheme, dim: usize, page_size: usize) -> usize {
     if !scheme.has_row_scales() {
         return 0;
     }
     let each = if scheme.has_shifts() { 4 } else { 2 };
-    let params = scheme.groups(head_dim).saturating_mul(page_size);
+    let params = scheme.groups(dim).saturating_mul(page_size);
     params.saturating_mul(each)
 }
 
 /// Bytes of one KV head's run of a page: codes and parameters of K and of V; of sizes that no page has they may saturate.
 #[must_use]
-pub fn run_bytes(format: KvFormat, head_dim: usize, page_size: usize) -> usize {
-    let part = |scheme: Scheme| {
-        let codes = page_size.saturating_mul(head_dim);
+pub fn run_bytes(format: KvFormat, head_dim: impl Into<HeadDim>, page_size: usize) -> usize {
+    let part = |scheme: Scheme, dim: usize| {
+        let codes = page_size.saturating_mul(dim);
         let codes = codes.saturating_mul(scheme.code_bits()) / 8;
-        codes.saturating_add(params_bytes(scheme, head_dim, page_size))
+        codes.saturating_add(params_bytes(scheme, dim, page_size))
     };
-    part(format.k).saturating_add(part(format.v))
-}
-
-/// Refuses a head_dim that no kernel is written for.
-pub(crate) fn check_head_dim(head_dim: usize) -> Result<(), Error> {
-    if HEAD_DIMS.contains(&head_dim) {
-        Ok(())
-    } else {
-        refuse("head_dim", head_dim, "64, 80, 96, 128, 192, 256")
-    }
+    let head_dim = head_dim.into();
+    part(format.k, head_dim.k).saturating_add(part(format.v, head_dim.v))
 }
 
 /// Refuses a number of KV heads that no cache and no problem has.
@@ -302,11 +290,12 @@ impl PageLayout {
     /// more than `i32::MAX` bytes, which kernels cannot address.
     pub fn new(
         format: KvFormat,
-        head_dim: usize,
+        head_dim: impl Into<HeadDim>,
         page_size: usize,
         num_kv_heads: usize,
     ) -> Result<Self, Error> {
-        check_head_dim(head_dim)?;
+        let head_dim = head_dim.into();
+        head_dim.check()?;
         if !PAGE_SIZES.contains(&page_size) {
             return refuse("page_size", page_size, "16, 32, 64, 128");
         }
@@ -337,7 +326,7 @@ impl PageLayout {
 
     /// Elements per token and KV head.
     #[must_use]
-    pub fn head_dim(&self) -> usize {
+    pub fn head_dim(&self) -> HeadDim {
         self.head_dim
     }
 
@@ -353,36 +342,44 @@ impl PageLayout {
         self.num_kv_heads
     }
 
+    /// The shapes of K and of V of so many tokens, `[tokens, num_kv_heads, head_dim]`.
+    #[must_use]
+    pub fn shapes(&self, tokens: usize) -> [[usize; 3]; 2] {
+        self.head_dim
+            .both()
+            .map(|dim| [tokens, self.num_kv_heads, dim])
+    }
+
     /// Bytes of one part's codes.
-    fn codes_bytes(&self, scheme: Scheme) -> usize {
-        self.page_size * self.head_dim * scheme.code_bits() / 8
+    fn codes_bytes(&self, scheme: Scheme, dim: usize) -> usize {
+        self.page_size * dim * scheme.code_bits() / 8
     }
 
     /// Range of K's codes inside a run.
     #[must_use]
     pub fn k_codes(&self) -> Range<usize> {
-        0..self.codes_bytes(self.format.k)
+        0..self.codes_bytes(self.format.k, self.head_dim.k)
     }
 
     /// Range of K's parameters inside a run.
     #[must_use]
     pub fn k_params(&self) -> Range<usize> {
         let start = self.k_codes().end;
-        start..start + params_bytes(self.format.k, self.head_dim, self.page_size)
+        start..start + params_bytes(self.format.k, self.head_dim.k, self.page_size)
     }
 
     /// Range of V's codes inside a run.
     #[must_use]
     pub fn v_codes(&self) -> Range<usize> {
         let start = self.k_params().end;
-        start..start + self.codes_bytes(self.format.v)
+        start..start + self.codes_bytes(self.format.v, self.head_dim.v)
     }
 
     /// Range of V's parameters inside a run.
     #[must_use]
     pub fn v_params(&self) -> Range<usize> {
         let start = self.v_codes().end;
-        start..start + params_bytes(self.format.v, self.head_dim, self.page_size)
+        start..start + params_bytes(self.format.v, self.head_dim.v, self.page_size)
     }
 
     /// K or V inside a run.
@@ -398,7 +395,7 @@ impl PageLayout {
             params,
             side,
             is_residual: false,
-            head_dim: self.head_dim,
+            dim: self.head_dim.of(side),
             page_size: self.page_size,
         }
     }
@@ -429,14 +426,14 @@ impl PageLayout {
     /// The residuals of K or V inside a residual page's run, if the scheme keeps any: K's first, then V's, each as 4-bit codes of a page.
     #[must_use]
     pub fn residual(&self, side: Side) -> Option<Part> {
-        let bytes = |scheme: Scheme| match scheme.window().tiles() {
+        let bytes = |scheme: Scheme, dim: usize| match scheme.window().tiles() {
             0 => 0,
-            _ => self.codes_bytes(scheme),
+            _ => self.codes_bytes(scheme, dim),
         };
-        let k = bytes(self.format.k);
+        let k = bytes(self.format.k, self.head_dim.k);
         let codes = match side {
             Side::K => 0..k,
-            Side::V => k..k + bytes(self.format.v),
+            Side::V => k..k + bytes(self.format.v, self.head_dim.v),
         };
         let part = self.part(side);
         (!codes.is_empty()).then_some(Part {

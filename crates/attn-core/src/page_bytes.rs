@@ -244,7 +244,7 @@ fn check_length(what: &'static str, given: usize, needed: usize) -> Result<(), E
 /// Sets the bits of a run that the first `tokens` tokens of one part write.
 fn mark_written(layout: &PageLayout, part: &Part, tokens: usize, written: &mut [u8]) {
     for t in 0..tokens {
-        for d in 0..layout.head_dim() {
+        for d in 0..part.dim() {
             let at = part.code_addr(t, d);
             let codes = &mut written[part.codes.clone()];
             match part.scheme.code_bits() {

@@ -160,8 +160,8 @@ impl<'a> SlotAppend<'a> {
                 position: slot % page_size,
             });
         }
-        let needed = [slots.len(), layout.num_kv_heads(), layout.head_dim()];
-        let (in_k, in_v) = (k.check_host("k", needed)?, v.check_host("v", needed)?);
+        let [in_k, in_v] = layout.shapes(slots.len());
+        let (in_k, in_v) = (k.check_host("k", in_k)?, v.check_host("v", in_v)?);
         let kv = [k.widened(in_k, "K in f32")?, v.widened(in_v, "V in f32")?];
         let KvFormat { k: of_k, v: of_v } = layout.format();
         for (what, rows, scheme) in [("k", &kv[0], of_k), ("v", &kv[1], of_v)] {

@@ -14,7 +14,7 @@ impl Problem {
     /// ```
     /// use attn_core::{Heads, Problem};
     ///
-    /// let problem = Problem::new(Heads { q: 4, kv: 1, dim: 64 }, [1000, 3]);
+    /// let problem = Problem::new(Heads::new(4, 1, 64), [1000, 3]);
     /// assert_eq!(problem.to_plan().kv_lens, [1024, 1024]);
     /// ```
     #[must_use]
@@ -125,11 +125,7 @@ mod tests {
 
     #[test]
     fn shards_are_planned_as_they_are() {
-        let heads = Heads {
-            q: 1,
-            kv: 1,
-            dim: 64,
-        };
+        let heads = Heads::new(1, 1, 64);
         let shard = Problem::new(heads, [1024]).tokens_after([(1 << 20) - 1024]);
         assert_eq!(shard.to_plan(), shard);
     }

@@ -3,15 +3,17 @@
 use crate::{
     error::{Error, Unsupported, refuse},
     format::KvFormat,
-    layout::{check_head_dim, check_kv_heads},
+    head_dim::HeadDim,
+    layout::check_kv_heads,
     score_modifiers::{Arithmetic, ScoreModifiers},
     segments::{SPAN_TOKENS, num_spans},
 };
 
-pub use crate::layout::HEAD_DIMS;
-
 /// Most tokens of a sequence, and most query tokens of one: positions and sums of weights are exact up to there (`docs/arithmetic.md`, section 9).
 pub const MAX_TOKENS: usize = 1 << 20;
+
+/// Most query heads of a KV head: those of attention over latents.
+pub const MAX_HEADS_PER_KV: usize = 128;
 
 /// Most elements that a slice of f32 can hold.
 const MAX_ELEMENTS: usize = isize::MAX as usize / size_of::<f32>();
@@ -25,44 +27,58 @@ pub const FEW_TOKENS: usize = 16;
 /// The heads of an attention layer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Heads {
-    /// The number of query heads: a multiple of `kv`, at most 64 for each KV head.
+    /// The number of query heads: a multiple of `kv`, at most [`MAX_HEADS_PER_KV`] for each KV head.
     pub q: usize,
     /// The number of KV heads.
     pub kv: usize,
-    /// The number of dims of a head: one of [`HEAD_DIMS`].
-    pub dim: usize,
+    /// The number of dims of a head.
+    pub dim: HeadDim,
 }
 
 impl Heads {
+    /// `q` query heads over `kv` KV heads of `dim` dims: a number, or a pair of K's and V's where they differ.
+    ///
+    /// ```
+    /// use attn_core::{HeadDim, Heads};
+    ///
+    /// assert_eq!(Heads::new(32, 8, 128), Heads { q: 32, kv: 8, dim: HeadDim::same(128) });
+    /// assert_eq!(Heads::new(64, 4, (192, 128)).dim.v, 128);
+    /// ```
+    #[must_use]
+    pub fn new(q: usize, kv: usize, dim: impl Into<HeadDim>) -> Self {
+        let dim = dim.into();
+        Heads { q, kv, dim }
+    }
+
     /// Refuses numbers that no attention layer of the library has.
     ///
     /// # Errors
     /// [`Error::Parameter`].
     pub fn check(self) -> Result<(), Error> {
-        check_head_dim(self.dim)?;
+        self.dim.check()?;
         if self.kv == 0 || self.q == 0 || !self.q.is_multiple_of(self.kv) {
             return refuse(
                 "num_q_heads/num_kv_heads",
                 format_args!("{}/{}", self.q, self.kv),
-                "a whole number of query heads per KV head, from 1 to 64",
+                "a whole number of query heads per KV head, from 1 to 128",
             );
         }
         check_kv_heads(self.kv)?;
         match self.q / self.kv {
-            1..=64 => Ok(()),
-            many => refuse("heads_per_kv", many, "1 to 64"),
+            1..=MAX_HEADS_PER_KV => Ok(()),
+            many => refuse("heads_per_kv", many, "1 to 128"),
         }
     }
 }
 
 /// One step over a batch of cached sequences: decode, verification of several tokens, prompts, or some of each.
 ///
-/// Queries and results are `[token][num_q_heads][head_dim]`, the query tokens of sequence 0 first, then those of sequence 1.
+/// Queries are `[token][num_q_heads][head_dim.k]`, results `[token][num_q_heads][head_dim.v]`, the query tokens of sequence 0 first, then those of sequence 1.
 ///
 /// ```
 /// use attn_core::{Heads, Problem};
 ///
-/// let heads = Heads { q: 32, kv: 8, dim: 128 };
+/// let heads = Heads::new(32, 8, 128);
 /// let problem = Problem::new(heads, [8192; 4]).q_len(3).softcap(30.0);
 /// assert_eq!((problem.batch(), problem.rows()), (4, 4 * 3 * 32));
 /// // A token to decode, and the first 512 of a prompt.
@@ -74,10 +90,10 @@ impl Heads {
 pub struct Problem {
     /// The number of query heads.
     pub num_q_heads: usize,
-    /// The number of KV heads; divides `num_q_heads`, at most 64 query heads each.
+    /// The number of KV heads; divides `num_q_heads`, at most [`MAX_HEADS_PER_KV`] query heads each.
     pub num_kv_heads: usize,
-    /// The number of dims of a head: one of [`HEAD_DIMS`].
-    pub head_dim: usize,
+    /// The number of dims of a head.
+    pub head_dim: HeadDim,
     /// Query tokens of each sequence, 0..=1 Mi; the last stands at position `kv_len − 1` where no tokens follow.
     pub q_lens: Vec<usize>,
     /// Cached tokens of each sequence, 0..=1 Mi.
@@ -100,10 +116,10 @@ impl Problem {
     /// ```
     /// use attn_core::{Heads, Problem};
     ///
-    /// let heads = Heads { q: 32, kv: 8, dim: 128 };
+    /// let heads = Heads::new(32, 8, 128);
     /// // Two sequences, of at most 4096 and 1000 tokens.
     /// let problem = Problem::new(heads, [4096, 1000]).q_len(2).softcap(30.0);
-    /// assert_eq!(problem.elements(), 2 * 2 * 32 * 128);
+    /// assert_eq!(problem.out_elements(), 2 * 2 * 32 * 128);
     /// problem.check()?;
     /// # Ok::<(), attn_core::Error>(())
     /// ```
@@ -143,7 +159,7 @@ impl Problem {
     /// use attn_core::{Heads, Problem};
     ///
     /// // The last 452 tokens of 2500.
-    /// let problem = Problem::new(Heads { q: 4, kv: 1, dim: 64 }, [452]).tokens_before([2048]);
+    /// let problem = Problem::new(Heads::new(4, 1, 64), [452]).tokens_before([2048]);
     /// problem.check()?;
     /// assert_eq!((problem.position(0, 0), problem.reads_first_tile(0)), (451, false));
     /// assert!(problem.tokens_before([100]).check().is_err());
@@ -163,7 +179,7 @@ impl Problem {
     /// use attn_core::{Heads, Problem};
     ///
     /// // The first 2048 tokens of 2500, of which the last is the query's.
-    /// let problem = Problem::new(Heads { q: 4, kv: 1, dim: 64 }, [2048]).tokens_after([452]);
+    /// let problem = Problem::new(Heads::new(4, 1, 64), [2048]).tokens_after([452]);
     /// assert_eq!((problem.position(0, 0), problem.visible(0, 0)), (2499, 0..2048));
     /// ```
     #[must_use]
@@ -182,7 +198,7 @@ impl Problem {
     /// The positive factor of q·k.
     #[must_use]
     pub fn score_scale(&self) -> f32 {
-        self.scores.scale(self.head_dim)
+        self.scores.scale(self.head_dim.k)
     }
 
     /// Sets the factor of q·k.
@@ -229,7 +245,7 @@ impl Problem {
     /// ```
     /// use attn_core::{Error, Heads, Problem};
     ///
-    /// let heads = Heads { q: 4, kv: 1, dim: 64 };
+    /// let heads = Heads::new(4, 1, 64);
     /// let problem = Problem::new(heads, [1000]).window_left(127).sinks([0.5, -1.25, 0.0, 2.0]);
     /// problem.check()?;
     /// assert!(matches!(problem.sinks([0.5]).check(), Err(Error::Length { what: "sinks", needed: 4, .. })));
@@ -246,7 +262,7 @@ impl Problem {
     /// ```
     /// use attn_core::{Arithmetic, Heads, KvFormat, Problem};
     ///
-    /// let prompt = Problem::new(Heads { q: 32, kv: 8, dim: 128 }, [4096]).q_len(4096);
+    /// let prompt = Problem::new(Heads::new(32, 8, 128), [4096]).q_len(4096);
     /// assert!(!prompt.may_use_floats(KvFormat::INT8));
     /// assert!(prompt.arithmetic(Arithmetic::Fast).may_use_floats(KvFormat::INT8));
     /// ```
@@ -267,11 +283,7 @@ impl Problem {
     /// The numbers of heads and dims.
     #[must_use]
     pub fn heads(&self) -> Heads {
-        Heads {
-            q: self.num_q_heads,
-            kv: self.num_kv_heads,
-            dim: self.head_dim,
-        }
+        Heads::new(self.num_q_heads, self.num_kv_heads, self.head_dim)
     }
 
     /// Query heads that read one KV head; 0 if there is no KV head.
@@ -320,10 +332,35 @@ impl Problem {
         self.query_tokens().saturating_mul(self.num_q_heads)
     }
 
-    /// Elements of Q and of the result: `[query tokens, num_q_heads, head_dim]`, saturating as [`Problem::rows`] does.
+    /// Elements of a token's K, and of its V, of all KV heads.
     #[must_use]
-    pub fn elements(&self) -> usize {
-        self.rows().saturating_mul(self.head_dim)
+    pub fn kv_elements(&self) -> [usize; 2] {
+        let dims = self.head_dim.both();
+        dims.map(|dim| self.num_kv_heads.saturating_mul(dim))
+    }
+
+    /// The shape of the queries, `[query tokens, num_q_heads, head_dim.k]`.
+    #[must_use]
+    pub fn q_shape(&self) -> [usize; 3] {
+        [self.query_tokens(), self.num_q_heads, self.head_dim.k]
+    }
+
+    /// The shape of the result, `[query tokens, num_q_heads, head_dim.v]`.
+    #[must_use]
+    pub fn out_shape(&self) -> [usize; 3] {
+        [self.query_tokens(), self.num_q_heads, self.head_dim.v]
+    }
+
+    /// Elements of the queries, saturating as [`Problem::rows`] does.
+    #[must_use]
+    pub fn q_elements(&self) -> usize {
+        self.rows().saturating_mul(self.head_dim.k)
+    }
+
+    /// Elements of the result, saturating as [`Problem::rows`] does.
+    #[must_use]
+    pub fn out_elements(&self) -> usize {
+        self.rows().saturating_mul(self.head_dim.v)
     }
 
     /// Refuses shapes, lengths and parameters that the library does not define.
@@ -345,10 +382,11 @@ impl Problem {
             }
         }
         self.check_other_shards()?;
-        if self.elements() > MAX_ELEMENTS {
+        let elements = self.q_elements().max(self.out_elements());
+        if elements > MAX_ELEMENTS {
             return refuse(
                 "query tokens x num_q_heads x head_dim",
-                self.elements(),
+                elements,
                 "fewer than 2^61 elements, which a slice of f32 can hold; make the batch smaller",
             );
         }
@@ -449,15 +487,7 @@ mod tests {
 
     #[test]
     fn products_that_overflow_are_refused() {
-        let mut p = Problem::new(
-            Heads {
-                q: 1 << 16,
-                kv: 1 << 16,
-                dim: 256,
-            },
-            vec![0; 128],
-        )
-        .q_len(16);
+        let mut p = Problem::new(Heads::new(1 << 16, 1 << 16, 256), vec![0; 128]).q_len(16);
         p.check().unwrap();
         p.num_q_heads = 1 << 53;
         p.num_kv_heads = 1 << 53;
@@ -468,7 +498,8 @@ mod tests {
                 ..
             })
         ));
-        assert_eq!((p.rows(), p.elements()), (usize::MAX, usize::MAX));
+        assert_eq!((p.rows(), p.q_elements()), (usize::MAX, usize::MAX));
+        assert_eq!(p.out_elements(), usize::MAX);
         p.num_kv_heads = 0;
         assert_eq!(p.heads_per_kv(), 0);
         assert!(p.check().is_err());
@@ -477,14 +508,7 @@ mod tests {
     #[test]
     fn ranges_are_closed_at_both_ends() {
         let with = |spoil: &dyn Fn(&mut Problem)| {
-            let mut p = Problem::new(
-                Heads {
-                    q: 2,
-                    kv: 1,
-                    dim: 64,
-                },
-                vec![1],
-            );
+            let mut p = Problem::new(Heads::new(2, 1, 64), vec![1]);
             spoil(&mut p);
             p.check()
         };

@@ -7,7 +7,8 @@
 use half::{bf16, f16};
 
 use crate::{
-    format::{Int8Scale, MAX_HEAD_DIM, Scheme},
+    format::{Int8Scale, Scheme},
+    head_dim::MAX_HEAD_DIM,
     rotation::rotate_stored,
 };
 

@@ -9,7 +9,7 @@ use std::f64::consts::TAU;
 use crate::{
     elements::Elements,
     error::{ElementIndex, Error, filled, refuse},
-    format::MAX_HEAD_DIM,
+    head_dim::MAX_HEAD_DIM,
 };
 
 /// Which elements of a head are a pair.
@@ -93,7 +93,7 @@ fn check_dim(rotary_dim: usize) -> Result<(), Error> {
         return refuse(
             "rotary_dim",
             rotary_dim,
-            "an even number from 2 to head_dim, which is at most 256",
+            "an even number from 2 to head_dim, which is at most 576",
         );
     }
     Ok(())

@@ -37,7 +37,7 @@ impl<'a> Rows<'a> {
     /// ```
     /// use attn_core::{CacheConfig, Error, Heads, HostPages, KvCache, KvFormat, Rows};
     ///
-    /// let heads = Heads { q: 4, kv: 2, dim: 64 };
+    /// let heads = Heads::new(4, 2, 64);
     /// let config = CacheConfig::builder(KvFormat::INT8, heads).max_len(64).build();
     /// let pages = HostPages::new(&config)?;
     /// let mut cache = KvCache::new(config, Box::new(pages))?;

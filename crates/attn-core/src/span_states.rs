@@ -88,7 +88,7 @@ impl SpanStates {
     pub fn unseen(problem: &Problem) -> Result<Self, Error> {
         problem.check()?;
         let longest = problem.kv_lens.iter().copied().max().unwrap_or(0);
-        Self::empty(num_spans(longest), problem.rows(), problem.head_dim)
+        Self::empty(num_spans(longest), problem.rows(), problem.head_dim.v)
     }
 
     fn empty(spans: usize, rows: usize, head_dim: usize) -> Result<Self, Error> {
@@ -185,12 +185,12 @@ impl SpanStates {
         (out, lse): (&mut [f32], &mut [f32]),
     ) -> Result<(), Error> {
         problem.check()?;
-        let (rows, dim) = (problem.rows(), problem.head_dim);
+        let (rows, dim) = (problem.rows(), problem.head_dim.v);
         format
             .v
             .check_scales(Side::V, v_tensor_scales, problem.num_kv_heads)?;
         let mut lengths = vec![
-            ("out", out.len(), problem.elements()),
+            ("out", out.len(), problem.out_elements()),
             ("lse", lse.len(), rows),
         ];
         for shard in shards {
@@ -246,11 +246,7 @@ mod tests {
     const NONE: f32 = f32::NEG_INFINITY;
 
     fn problem() -> Problem {
-        let heads = Heads {
-            q: 2,
-            kv: 1,
-            dim: 64,
-        };
+        let heads = Heads::new(2, 1, 64);
         Problem::new(heads, [1])
     }
 
@@ -330,11 +326,7 @@ mod tests {
 
     #[test]
     fn each_row_has_the_static_scale_of_its_own_kv_head() {
-        let heads = Heads {
-            q: 6,
-            kv: 2,
-            dim: 64,
-        };
+        let heads = Heads::new(6, 2, 64);
         let problem = Problem::new(heads, [1, 1]);
         let rows = problem.rows();
         let ones = SpanStates::new(rows, 64, [0.0, 1.0].repeat(rows), vec![1.0; rows * 64]);

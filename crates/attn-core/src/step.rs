@@ -7,6 +7,7 @@ use crate::{
     cache::{CacheLayer, CachedSequences, KvCache, PageTable},
     elements::ElementsMut,
     error::{Error, filled},
+    head_dim::HeadDim,
     page_pool::PagePool,
     plan::Plan,
     problem::Problem,
@@ -90,7 +91,7 @@ impl<'a> StepInputs<'a> {
         self.problem
     }
 
-    /// The queries, `[query tokens, num_q_heads, head_dim]`, side by side or at strides.
+    /// The queries, `[query tokens, num_q_heads, head_dim.k]`, side by side or at strides.
     #[must_use]
     pub fn q(&self) -> WideRows<'a> {
         self.q
@@ -107,7 +108,7 @@ impl<'a> StepInputs<'a> {
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct StepOutputs<'a> {
-    /// The attended values, `[query tokens, num_q_heads, head_dim]`, side by side or at strides.
+    /// The attended values, `[query tokens, num_q_heads, head_dim.v]`, side by side or at strides.
     pub out: WideRowsMut<'a>,
     /// The log-sum-exps, `[query tokens, num_q_heads]`, where the caller asked for them.
     pub lse: Option<&'a mut [f32]>,
@@ -203,12 +204,6 @@ impl<'a> Checked<'a> {
     }
 }
 
-/// `[query tokens, num_q_heads, head_dim]`.
-fn shape(problem: &Problem) -> [usize; 3] {
-    let heads = problem.num_q_heads;
-    [problem.query_tokens(), heads, problem.head_dim]
-}
-
 /// A step over a shard of its sequences' tokens, which leaves the states of its spans unfinished ([`SpanStates`](crate::SpanStates)): checked as a
 /// [`DecodeStep`] is.
 #[must_use = "a step is attended by DecodeAttention::attend_spans"]
@@ -222,7 +217,7 @@ impl<'a> SpansStep<'a> {
     /// Those of [`DecodeStep::new`]; [`Error::Parameter`] for a shard that ends inside a span.
     pub fn new(plan: &'a Plan, q: impl Into<Rows<'a>>, kv: KvSource<'a>) -> Result<Self, Error> {
         let q = q.into();
-        let in_q = q.check_host("q", shape(plan.problem()))?;
+        let in_q = q.check_host("q", plan.problem().q_shape())?;
         Checked::new(plan, q, in_q, kv, Problem::check_shards).map(SpansStep)
     }
 
@@ -243,7 +238,7 @@ pub struct DecodeStep<'a> {
 impl<'a> DecodeStep<'a> {
     /// Checks a step; sequence b of the source is sequence b of the problem, and at most as long as the plan's.
     ///
-    /// `q` and `out` are `[query tokens, num_q_heads, head_dim]`, in f32, f16 or bf16, side by side or at strides ([`Rows::strided`],
+    /// `q` is `[query tokens, num_q_heads, head_dim.k]` and `out` `[query tokens, num_q_heads, head_dim.v]`, in f32, f16 or bf16, side by side or at strides ([`Rows::strided`],
     /// [`RowsMut::strided`]). Results are those of f32, rounded at the end.
     ///
     /// # Errors
@@ -256,7 +251,7 @@ impl<'a> DecodeStep<'a> {
     ///     CacheConfig, DecodeStep, Error, Heads, HostPages, KvCache, KvFormat, KvSource, Plan, Problem,
     /// };
     ///
-    /// let heads = Heads { q: 4, kv: 1, dim: 64 };
+    /// let heads = Heads::new(4, 1, 64);
     /// let config = CacheConfig::builder(KvFormat::INT8, heads).max_len(64).build();
     /// let pages = HostPages::new(&config)?;
     /// let mut cache = KvCache::new(config, Box::new(pages))?;
@@ -278,8 +273,8 @@ impl<'a> DecodeStep<'a> {
         out: impl Into<RowsMut<'a>>,
     ) -> Result<Self, Error> {
         let (q, out, problem) = (q.into(), out.into(), plan.problem());
-        let needed = shape(problem);
-        let (in_q, in_out) = (q.check_host("q", needed)?, out.check("out", needed)?);
+        let in_q = q.check_host("q", problem.q_shape())?;
+        let in_out = out.check("out", problem.out_shape())?;
         let inputs = Checked::new(plan, q, in_q, kv, |_| Ok(()))?;
         let out = match out.into_elements("out")? {
             ElementsMut::F32(out) => Output::Wide(out, in_out),
@@ -390,20 +385,21 @@ fn check_queries(problem: &Problem, q: WideRows<'_>, k_tensor_scales: &[f32]) ->
 fn check_source(
     problem: &Problem,
     num_kv_heads: usize,
-    head_dim: usize,
+    head_dim: HeadDim,
     lens: &[usize],
 ) -> Result<(), Error> {
-    for (what, problem, cache) in [
-        ("head_dim", problem.head_dim, head_dim),
-        ("num_kv_heads", problem.num_kv_heads, num_kv_heads),
-    ] {
-        if problem != cache {
-            return Err(Error::Mismatch {
-                what,
-                problem: problem.to_string(),
-                cache: cache.to_string(),
-            });
-        }
+    let mismatch = |what, problem: &dyn ToString, cache: &dyn ToString| {
+        Err(Error::Mismatch {
+            what,
+            problem: problem.to_string(),
+            cache: cache.to_string(),
+        })
+    };
+    if problem.head_dim != head_dim {
+        return mismatch("head_dim", &problem.head_dim, &head_dim);
+    }
+    if problem.num_kv_heads != num_kv_heads {
+        return mismatch("num_kv_heads", &problem.num_kv_heads, &num_kv_heads);
     }
     if problem.batch() > lens.len() {
         return Err(Error::Batch {

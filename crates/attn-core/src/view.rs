@@ -5,6 +5,7 @@ use half::{bf16, f16};
 use crate::{
     error::{Error, refuse},
     format::{BF16_MAX, KvFormat, Scheme},
+    head_dim::HeadDim,
     problem::Problem,
     quant::Param,
 };
@@ -31,7 +32,7 @@ pub struct KvView<'a> {
     rows: [StridedRows<'a>; 2],
     tensor_scales: [&'a [f32]; 2],
     num_kv_heads: usize,
-    head_dim: usize,
+    head_dim: HeadDim,
     kv_lens: &'a [usize],
 }
 
@@ -125,7 +126,12 @@ impl<'a> StridedRows<'a> {
         }
     }
 
-    fn check(&self, what: &'static str, scheme: Scheme, problem: &Problem) -> Result<(), Error> {
+    fn check(
+        &self,
+        what: &'static str,
+        (scheme, dim): (Scheme, usize),
+        problem: &Problem,
+    ) -> Result<(), Error> {
         if scheme.code_bits() == 4 || scheme.is_rotated() {
             return refuse(
                 "view scheme",
@@ -133,11 +139,11 @@ impl<'a> StridedRows<'a> {
                 "f16, bf16, fp8, int8-plain, int8-g32, int8-tensor; import int4 rows into pages",
             );
         }
-        scheme.check(problem.head_dim)?;
-        let row = problem.head_dim * scheme.code_bits() / 8;
+        scheme.check(dim)?;
+        let row = dim * scheme.code_bits() / 8;
         check_reach(what, self.code_strides, row, self.codes.len(), problem)?;
         if scheme.has_row_scales() {
-            let groups = scheme.groups(problem.head_dim);
+            let groups = scheme.groups(dim);
             let given = self.scales.len();
             check_reach("scales", self.scale_strides, groups, given, problem)?;
         }
@@ -147,9 +153,9 @@ impl<'a> StridedRows<'a> {
     /// Refuses scales that are negative, infinite or NaN, and codes of floats that are infinite, NaN or beyond the scheme's magnitude.
     ///
     /// The rows must lie inside the slices.
-    fn check_values(&self, scheme: Scheme, problem: &Problem) -> Result<(), Error> {
-        let row = problem.head_dim * scheme.code_bits() / 8;
-        let groups = scheme.groups(problem.head_dim);
+    fn check_values(&self, (scheme, dim): (Scheme, usize), problem: &Problem) -> Result<(), Error> {
+        let row = dim * scheme.code_bits() / 8;
+        let groups = scheme.groups(dim);
         for (b, &len) in problem.kv_lens.iter().enumerate() {
             for head in 0..problem.num_kv_heads {
                 let bad = |what, offset| {
@@ -291,7 +297,7 @@ impl<'a> KvView<'a> {
     ///
     /// // [2 sequences, 2 KV heads, 32 tokens of room, 64 dims] of bf16 ones; 5 and 32 tokens are cached.
     /// let cache = [0x80, 0x3f].repeat(2 * 2 * 32 * 64);
-    /// let problem = Problem::new(Heads { q: 4, kv: 2, dim: 64 }, [5, 32]);
+    /// let problem = Problem::new(Heads::new(4, 2, 64), [5, 32]);
     /// let rows = StridedRows::bnsh(&cache, &[], 2, 32, 64 * 2, 0);
     /// let view = KvView::new(&problem, KvFormat::same(Scheme::Bf16), rows, rows, [&[], &[]])?;
     /// assert_eq!(view.kv_lens(), [5, 32]);
@@ -305,8 +311,9 @@ impl<'a> KvView<'a> {
         tensor_scales: [&'a [f32]; 2],
     ) -> Result<Self, Error> {
         let view = Self::with_trusted_values(problem, format, k, v, tensor_scales)?;
-        view.rows[0].check_values(format.k, problem)?;
-        view.rows[1].check_values(format.v, problem)?;
+        let HeadDim { k: of_k, v: of_v } = problem.head_dim;
+        view.rows[0].check_values((format.k, of_k), problem)?;
+        view.rows[1].check_values((format.v, of_v), problem)?;
         Ok(view)
     }
 
@@ -325,8 +332,8 @@ impl<'a> KvView<'a> {
         tensor_scales: [&'a [f32]; 2],
     ) -> Result<Self, Error> {
         problem.check()?;
-        k.check("k codes", format.k, problem)?;
-        v.check("v codes", format.v, problem)?;
+        k.check("k codes", (format.k, problem.head_dim.k), problem)?;
+        v.check("v codes", (format.v, problem.head_dim.v), problem)?;
         format.check_scales(tensor_scales, problem.num_kv_heads)?;
         Ok(KvView {
             format,
@@ -376,7 +383,7 @@ impl<'a> KvView<'a> {
 
     /// Elements per head.
     #[must_use]
-    pub fn head_dim(&self) -> usize {
+    pub fn head_dim(&self) -> HeadDim {
         self.head_dim
     }
 

@@ -94,15 +94,7 @@ mod tests {
 
     #[test]
     fn windows_of_any_size_see_what_they_should() {
-        let mut p = Problem::new(
-            Heads {
-                q: 1,
-                kv: 1,
-                dim: 64,
-            },
-            vec![10, 2, 0],
-        )
-        .q_len(4);
+        let mut p = Problem::new(Heads::new(1, 1, 64), vec![10, 2, 0]).q_len(4);
         for (window, seen) in [(0, 6..7), (2, 4..7), (6, 0..7), (usize::MAX >> 1, 0..7)] {
             p.scores.window_left = Some(window);
             assert_eq!(p.visible(0, 0), seen, "{window}");

@@ -15,11 +15,7 @@ use rstest::rstest;
 const DIM: usize = 64;
 
 fn config(format: KvFormat, pages: usize) -> CacheConfig {
-    let heads = Heads {
-        q: 1,
-        kv: 1,
-        dim: DIM,
-    };
+    let heads = Heads::new(1, 1, DIM);
     CacheConfig::builder(format, heads)
         .centres(false)
         .unit_tensor_scales()
@@ -256,7 +252,7 @@ fn values_that_no_cache_holds_are_refused(#[case] side: usize, #[case] name: &st
 #[test]
 fn numbers_that_no_cache_has_are_refused_before_memory_is_asked_for() {
     let new = |format, kv, dim, sequences, max_len| {
-        let heads = Heads { q: kv, kv, dim };
+        let heads = Heads::new(kv, kv, dim);
         let config = CacheConfig::builder(format, heads)
             .centres(false)
             .unit_tensor_scales();
@@ -281,7 +277,7 @@ fn numbers_that_no_cache_has_are_refused_before_memory_is_asked_for() {
         (spoilt(|c| c.num_pages = 1 << 32), "num_pages"),
         (spoilt(|c| c.page_size = 0), "page_size"),
         (
-            spoilt(|c| (c.num_kv_heads, c.head_dim, c.page_size) = (65536, 256, 128)),
+            spoilt(|c| (c.num_kv_heads, c.head_dim.k, c.page_size) = (65536, 256, 128)),
             "the size of a page",
         ),
     ] {
@@ -299,7 +295,8 @@ fn numbers_that_no_cache_has_are_refused_before_memory_is_asked_for() {
     }
     assert_eq!(spoilt(|c| c.page_size = 0).pages_for(5), 5);
     // The largest pool is asked for, and not had; its table never is.
-    let mut config = spoilt(|c| (c.num_q_heads, c.num_kv_heads, c.head_dim) = (65536, 65536, 256));
+    let mut config =
+        spoilt(|c| (c.num_q_heads, c.num_kv_heads, c.head_dim.k) = (65536, 65536, 256));
     (config.page_size, config.num_pages) = (16, u32::MAX as usize);
     assert!(matches!(
         HostPages::new(&config),

@@ -20,17 +20,10 @@ fn a_sequence_takes_whole_pages_and_those_of_its_residuals(
     #[case] tokens: usize,
     #[case] pages: usize,
 ) {
-    let config = CacheConfig::builder(
-        format,
-        Heads {
-            q: 2,
-            kv: 2,
-            dim: 64,
-        },
-    )
-    .sequences(3)
-    .max_len(tokens)
-    .build();
+    let config = CacheConfig::builder(format, Heads::new(2, 2, 64))
+        .sequences(3)
+        .max_len(tokens)
+        .build();
     assert_eq!((config.page_size, config.num_sequences), (64, 3));
     assert_eq!(config.pages_for(tokens), pages);
     assert_eq!(config.num_pages, 3 * pages);
@@ -40,11 +33,7 @@ fn a_sequence_takes_whole_pages_and_those_of_its_residuals(
 
 #[test]
 fn each_sequence_has_room_for_its_own_length() {
-    let heads = Heads {
-        q: 4,
-        kv: 2,
-        dim: 64,
-    };
+    let heads = Heads::new(4, 2, 64);
     let builder = || CacheConfig::builder(KvFormat::INT4, heads).page_size(16);
     let config = builder().lens([0, 17, 300]).build();
     let of = |len| builder().max_len(len).build().num_pages;
@@ -65,11 +54,7 @@ fn each_sequence_has_room_for_its_own_length() {
 
 #[test]
 fn a_longer_sequence_than_any_cache_has_is_not_made_room_for() {
-    let heads = Heads {
-        q: 1,
-        kv: 1,
-        dim: 64,
-    };
+    let heads = Heads::new(1, 1, 64);
     let builder = || CacheConfig::builder(KvFormat::INT8, heads);
     let most = 1 << 20;
     builder().max_len(most).build().check().unwrap();
@@ -90,11 +75,7 @@ fn a_longer_sequence_than_any_cache_has_is_not_made_room_for() {
 
 #[test]
 fn a_static_scale_is_given_or_asked_for_by_name() {
-    let heads = Heads {
-        q: 3,
-        kv: 3,
-        dim: 64,
-    };
+    let heads = Heads::new(3, 3, 64);
     let builder = |format: &str| {
         let builder = CacheConfig::builder(format.parse().unwrap(), heads);
         builder.layers(2).max_len(64)
@@ -157,17 +138,10 @@ fn a_static_scale_is_given_or_asked_for_by_name() {
 #[test]
 fn pages_and_sequences_end_where_the_text_says() {
     let with = |pages: usize, sequences: usize| {
-        let mut config = CacheConfig::builder(
-            KvFormat::INT8,
-            Heads {
-                q: 1,
-                kv: 1,
-                dim: 64,
-            },
-        )
-        .sequences(1)
-        .max_len(1)
-        .build();
+        let mut config = CacheConfig::builder(KvFormat::INT8, Heads::new(1, 1, 64))
+            .sequences(1)
+            .max_len(1)
+            .build();
         (config.num_pages, config.num_sequences) = (pages, sequences);
         config.check()
     };
@@ -187,18 +161,11 @@ fn pages_and_sequences_end_where_the_text_says() {
 
 #[test]
 fn a_cache_checks_its_own_configuration_whatever_its_store_was_made_from() {
-    let good = CacheConfig::builder(
-        "fp8".parse().unwrap(),
-        Heads {
-            q: 2,
-            kv: 2,
-            dim: 64,
-        },
-    )
-    .unit_tensor_scales()
-    .sequences(1)
-    .max_len(64)
-    .build();
+    let good = CacheConfig::builder("fp8".parse().unwrap(), Heads::new(2, 2, 64))
+        .unit_tensor_scales()
+        .sequences(1)
+        .max_len(64)
+        .build();
     for scales in [vec![1.0], vec![1.0, f32::NAN], vec![1.0, 0.0]] {
         let store = HostPages::new(&good).unwrap();
         let mut config = good.clone();
@@ -211,7 +178,7 @@ fn a_cache_checks_its_own_configuration_whatever_its_store_was_made_from() {
 fn query_heads_that_no_step_can_have_are_refused_where_the_cache_is_described() {
     let config = |q, kv| {
         let dim = 64;
-        CacheConfig::builder(KvFormat::INT8, Heads { q, kv, dim }).build()
+        CacheConfig::builder(KvFormat::INT8, Heads::new(q, kv, dim)).build()
     };
     for (q, kv) in [(1, 1), (64, 1), (32, 8), (512, 8)] {
         config(q, kv).check().unwrap();

@@ -15,11 +15,7 @@ use rstest::rstest;
 const DIM: usize = 64;
 
 fn config(format: KvFormat, heads: usize, pages: usize) -> CacheConfig {
-    let heads = Heads {
-        q: heads,
-        kv: heads,
-        dim: DIM,
-    };
+    let heads = Heads::new(heads, heads, DIM);
     CacheConfig::builder(format, heads)
         .centres(false)
         .unit_tensor_scales()

@@ -2,8 +2,8 @@
 
 use attn_conformance::noise::uniform;
 use attn_core::{
-    Append, CacheConfig, Error, Heads, HostPages, KvCache, KvFormat, Problem, SequenceImage,
-    centres::to_centre, rotation::rotate_stored,
+    Append, CacheConfig, Error, HeadDim, Heads, HostPages, KvCache, KvFormat, Problem,
+    SequenceImage, centres::to_centre, rotation::rotate_stored,
 };
 use rstest::rstest;
 
@@ -11,7 +11,7 @@ const DIM: usize = 64;
 const HEADS: Heads = Heads {
     q: 2,
     kv: 2,
-    dim: DIM,
+    dim: HeadDim::same(DIM),
 };
 const ROW: usize = HEADS.kv * DIM;
 

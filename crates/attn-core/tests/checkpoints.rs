@@ -2,8 +2,8 @@
 
 use attn_conformance::noise::{Noise, uniform};
 use attn_core::{
-    Append, CacheBuilder, CacheConfig, CheckpointPage, Error, Heads, HostPages, KvCache, Problem,
-    SequenceImage, TruncateLimit,
+    Append, CacheBuilder, CacheConfig, CheckpointPage, Error, HeadDim, Heads, HostPages, KvCache,
+    Problem, SequenceImage, TruncateLimit,
 };
 use rstest::rstest;
 
@@ -11,7 +11,7 @@ const DIM: usize = 64;
 const HEADS: Heads = Heads {
     q: 1,
     kv: 1,
-    dim: DIM,
+    dim: HeadDim::same(DIM),
 };
 
 fn builder(format: &str, page_size: usize, every: usize) -> CacheBuilder {

@@ -15,19 +15,13 @@ use proptest::prelude::*;
 const HEADS: usize = 2;
 
 fn config(scheme: Scheme, head_dim: usize, tokens: usize) -> CacheConfig {
-    let mut config = CacheConfig::builder(
-        KvFormat::same(scheme),
-        Heads {
-            q: HEADS,
-            kv: HEADS,
-            dim: head_dim,
-        },
-    )
-    .centres(false)
-    .unit_tensor_scales()
-    .sequences(1)
-    .max_len(tokens)
-    .build();
+    let mut config =
+        CacheConfig::builder(KvFormat::same(scheme), Heads::new(HEADS, HEADS, head_dim))
+            .centres(false)
+            .unit_tensor_scales()
+            .sequences(1)
+            .max_len(tokens)
+            .build();
     for scales in [&mut config.k_tensor_scales, &mut config.v_tensor_scales] {
         scales.iter_mut().for_each(|s| *s = 0.25);
     }

@@ -1,12 +1,12 @@
 //! Copies of whole caches: the same calls on the original and on the copy give the same pages, and neither sees the other's.
 
-use attn_core::{Append, CacheConfig, Error, Heads, HostPages, KvCache};
+use attn_core::{Append, CacheConfig, Error, HeadDim, Heads, HostPages, KvCache};
 use rstest::rstest;
 
 const HEADS: Heads = Heads {
     q: 4,
     kv: 2,
-    dim: 64,
+    dim: HeadDim::same(64),
 };
 
 fn config(format: &str, layers: usize) -> CacheConfig {
@@ -27,7 +27,7 @@ fn empty(config: &CacheConfig) -> KvCache {
 
 fn values(tokens: usize, seed: usize) -> Vec<f32> {
     let value = |i: usize| ((i * 37 + seed * 101) % 129) as f32 / 16.0 - 4.0;
-    (0..tokens * HEADS.kv * HEADS.dim).map(value).collect()
+    (0..tokens * HEADS.kv * HEADS.dim.k).map(value).collect()
 }
 
 fn append(cache: &mut KvCache, sequence: usize, tokens: usize, seed: usize) {

@@ -1,7 +1,7 @@
 //! Tokens that no window sees any more: which pages are freed, and what forks, truncations, appends and steps make of the rest.
 
 use attn_core::{
-    Append, CacheConfig, DecodeStep, Error, Heads, HostPages, KvCache, KvFormat, KvSource,
+    Append, CacheConfig, DecodeStep, Error, HeadDim, Heads, HostPages, KvCache, KvFormat, KvSource,
     PageTable, Plan, Problem,
 };
 use rstest::rstest;
@@ -9,7 +9,7 @@ use rstest::rstest;
 const HEADS: Heads = Heads {
     q: 1,
     kv: 1,
-    dim: 64,
+    dim: HeadDim::same(64),
 };
 const PAGES: usize = 64;
 
@@ -27,7 +27,7 @@ fn cache(format: &str, page_size: usize) -> KvCache {
 
 fn grow(cache: &mut KvCache, sequence: usize, tokens: usize) {
     let append = Append { sequence, tokens };
-    let x = vec![0.5; tokens * HEADS.dim];
+    let x = vec![0.5; tokens * HEADS.dim.k];
     cache.append_batch(&[append], &x, &x).unwrap();
 }
 
@@ -233,7 +233,7 @@ fn step(
     let mut problem = Problem::new(HEADS, [512; 2]).q_lens(q_lens).causal(causal);
     problem.scores.window_left = window;
     let plan = Plan::new("test", &problem, cache.config().format, ())?;
-    let rows = problem.elements();
+    let rows = problem.out_elements();
     let (q, mut out) = (vec![1.0; rows], vec![0.0; rows]);
     let of_cache = DecodeStep::new(&plan, &q[..], KvSource::Cache(cache), &mut out[..]).map(|_| ());
     let chosen = cache.sequences(&[0, 1])?;

@@ -3,15 +3,15 @@
 use std::ops::Range;
 
 use attn_conformance::noise::uniform;
-use attn_core::{CacheConfig, Error, Heads, HostPages, KvCache, Problem, SequenceImage};
+use attn_core::{CacheConfig, Error, HeadDim, Heads, HostPages, KvCache, Problem, SequenceImage};
 use rstest::rstest;
 
 const HEADS: Heads = Heads {
     q: 2,
     kv: 2,
-    dim: 64,
+    dim: HeadDim::same(64),
 };
-const ROW: usize = HEADS.kv * HEADS.dim;
+const ROW: usize = HEADS.kv * HEADS.dim.k;
 const TOKENS: usize = 1500;
 
 fn config(format: &str, page_size: usize) -> CacheConfig {

@@ -299,18 +299,11 @@ fn unit_scales_are_set_for_the_schemes_that_have_static_ones() {
         ("int8/int8-tensor", 0, 3),
         ("int8", 0, 0),
     ] {
-        let config = CacheConfig::builder(
-            name.parse().unwrap(),
-            Heads {
-                q: 3,
-                kv: 3,
-                dim: 64,
-            },
-        )
-        .unit_tensor_scales()
-        .sequences(1)
-        .max_len(64)
-        .build();
+        let config = CacheConfig::builder(name.parse().unwrap(), Heads::new(3, 3, 64))
+            .unit_tensor_scales()
+            .sequences(1)
+            .max_len(64)
+            .build();
         let found = (config.k_tensor_scales.len(), config.v_tensor_scales.len());
         assert_eq!(found, (k, v), "{name}");
         config.check().unwrap();

@@ -1,13 +1,13 @@
 //! A cache grows in place: its sequences keep their bytes, and a refusal changes nothing.
 
 use attn_conformance::noise::uniform;
-use attn_core::{CacheConfig, Error, Heads, HostPages, KvCache, KvFormat, Scheme};
+use attn_core::{CacheConfig, Error, HeadDim, Heads, HostPages, KvCache, KvFormat, Scheme};
 use rstest::rstest;
 
 const HEADS: Heads = Heads {
     q: 2,
     kv: 2,
-    dim: 64,
+    dim: HeadDim::same(64),
 };
 
 fn config(format: KvFormat, pages: usize) -> CacheConfig {
@@ -25,7 +25,7 @@ fn cache(config: &CacheConfig) -> KvCache {
 
 /// Appends tokens `from..to` of a stream of values.
 fn append(cache: &mut KvCache, sequence: usize, from: usize, to: usize) -> Result<(), Error> {
-    let row = HEADS.kv * HEADS.dim;
+    let row = HEADS.kv * HEADS.dim.k;
     let [k, v] = [1, 2].map(|side| uniform(side, from * row..to * row));
     cache.append(sequence, &k, &v)
 }

@@ -6,11 +6,7 @@ use attn_core::{CacheConfig, Heads, HostPages};
 fn a_new_pool_is_zeroed_and_lies_on_a_boundary() {
     // Pages of 4096 bytes: pools of less than 2 MiB start on a cache line, larger ones on a huge page.
     for (pages, boundary) in [(1, 64), (3, 64), (511, 64), (512, 2 << 20), (1000, 2 << 20)] {
-        let heads = Heads {
-            q: 1,
-            kv: 1,
-            dim: 64,
-        };
+        let heads = Heads::new(1, 1, 64);
         let config = CacheConfig::builder("f16".parse().unwrap(), heads)
             .page_size(16)
             .pages(pages)

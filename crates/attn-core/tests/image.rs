@@ -1,14 +1,14 @@
 //! Sequences as blocks of bytes: what an image says, what is refused, and that a refused image changes nothing.
 
 use attn_core::{
-    CacheConfig, Error, Heads, HostPages, KvCache, KvFormat, PageTable, SequenceImage,
+    CacheConfig, Error, HeadDim, Heads, HostPages, KvCache, KvFormat, PageTable, SequenceImage,
 };
 use rstest::rstest;
 
 const HEADS: Heads = Heads {
     q: 4,
     kv: 2,
-    dim: 64,
+    dim: HeadDim::same(64),
 };
 
 fn config(format: &str) -> CacheConfig {
@@ -31,7 +31,7 @@ fn cache_of(config: CacheConfig) -> KvCache {
 }
 
 fn tokens(n: usize, seed: usize) -> Vec<f32> {
-    (0..n * HEADS.kv * HEADS.dim)
+    (0..n * HEADS.kv * HEADS.dim.k)
         .map(|i| ((i * 37 + seed * 101) % 129) as f32 / 16.0 - 4.0)
         .collect()
 }
@@ -305,14 +305,14 @@ fn an_image_of_another_kind_of_cache_is_refused_and_changes_nothing() {
     let kinds: [Change; 4] = [
         ("format", |c| c.format = "f16".parse().unwrap()),
         ("num_kv_heads", |c| c.num_kv_heads = 1),
-        ("head_dim", |c| c.head_dim = 128),
+        ("head_dim", |c| c.head_dim = 128.into()),
         ("page_size", |c| c.page_size = 32),
     ];
     for (name, change) in kinds {
         let mut config = config("bf16");
         change(&mut config);
         let mut other = cache_of(config);
-        let row = other.config().num_kv_heads * other.config().head_dim;
+        let row = other.config().num_kv_heads * other.config().head_dim.k;
         let x = vec![1.0; 70 * row];
         other.append(0, &x, &x).unwrap();
         let error = cache.restore(1, &other.image(0).unwrap()).unwrap_err();

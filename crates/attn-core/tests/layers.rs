@@ -5,8 +5,8 @@ mod taken_back;
 
 use attn_conformance::noise::uniform;
 use attn_core::{
-    Append, CacheConfig, DecodeStep, ElementIndex, Error, Heads, HostPages, KvCache, KvSource,
-    PageTable, Plan, Problem, SequenceImage,
+    Append, CacheConfig, DecodeStep, ElementIndex, Error, HeadDim, Heads, HostPages, KvCache,
+    KvSource, PageTable, Plan, Problem, SequenceImage,
 };
 use rstest::rstest;
 
@@ -15,10 +15,10 @@ const LAYERS: usize = 3;
 const HEADS: Heads = Heads {
     q: 2,
     kv: 2,
-    dim: 64,
+    dim: HeadDim::same(64),
 };
 
-const ROW: usize = HEADS.kv * HEADS.dim;
+const ROW: usize = HEADS.kv * HEADS.dim.k;
 
 fn config(format: &str, layers: usize, page_size: usize, pages: usize) -> CacheConfig {
     CacheConfig::builder(format.parse().unwrap(), HEADS)

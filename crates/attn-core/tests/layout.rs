@@ -14,7 +14,10 @@ fn layouts() -> Vec<PageLayout> {
     let mut all = Vec::new();
     for (i, k) in Scheme::ALL.into_iter().enumerate() {
         for v in [k, Scheme::ALL[(i + 3) % Scheme::ALL.len()], Scheme::Bf16] {
-            for (dim, size) in [(64, 16), (64, 64), (80, 32), (128, 128)] {
+            let equal = [(64, 16), (64, 64), (80, 32), (128, 128)];
+            let equal = equal.map(|(dim, size)| ((dim, dim), size));
+            let unlike = [((192, 128), 64), ((64, 512), 16)];
+            for (dim, size) in equal.into_iter().chain(unlike) {
                 all.extend(PageLayout::new(KvFormat { k, v }, dim, size, 2));
             }
         }
@@ -23,14 +26,14 @@ fn layouts() -> Vec<PageLayout> {
 }
 
 type Address = fn(usize, usize, usize, usize, usize) -> CodeAddr;
-/// One side of a run: its scheme, codes, parameters, addresses.
-type SideParts = (Scheme, Range<usize>, Range<usize>, Address);
+/// One side of a run: its scheme and dims, codes, parameters, addresses.
+type SideParts = ((Scheme, usize), Range<usize>, Range<usize>, Address);
 
 fn sides(layout: &PageLayout) -> [SideParts; 2] {
-    let format = layout.format();
+    let (KvFormat { k, v }, dim) = (layout.format(), layout.head_dim());
     [
-        (format.k, layout.k_codes(), layout.k_params(), k_code),
-        (format.v, layout.v_codes(), layout.v_params(), v_code),
+        ((k, dim.k), layout.k_codes(), layout.k_params(), k_code),
+        ((v, dim.v), layout.v_codes(), layout.v_params(), v_code),
     ]
 }
 
@@ -47,9 +50,9 @@ fn groups(scheme: Scheme, dim: usize) -> usize {
 fn parts_follow_each_other_and_runs_fill_the_pool() {
     let mut seen = 0;
     for layout in layouts() {
-        let (dim, size) = (layout.head_dim(), layout.page_size());
+        let size = layout.page_size();
         let mut at = 0;
-        for (scheme, codes, params, _) in sides(&layout) {
+        for ((scheme, dim), codes, params, _) in sides(&layout) {
             assert_eq!(codes, at..at + size * dim * scheme.code_bits() / 8);
             let each = match scheme {
                 Scheme::Int4(_) => 4,
@@ -91,8 +94,8 @@ fn parts_follow_each_other_and_runs_fill_the_pool() {
 #[test]
 fn every_code_has_bits_of_its_own() {
     for layout in layouts() {
-        let (dim, size) = (layout.head_dim(), layout.page_size());
-        for (scheme, codes, _, address) in sides(&layout) {
+        let size = layout.page_size();
+        for ((scheme, dim), codes, _, address) in sides(&layout) {
             let (bits, mut used) = (scheme.code_bits(), vec![0u8; codes.len()]);
             for (t, d) in (0..size).flat_map(|t| (0..dim).map(move |d| (t, d))) {
                 let at = address(bits, dim, size, t, d);
@@ -111,8 +114,8 @@ fn every_code_has_bits_of_its_own() {
 #[test]
 fn what_is_stored_is_loaded() {
     for layout in layouts() {
-        let (dim, size) = (layout.head_dim(), layout.page_size());
-        for (scheme, codes, params, address) in sides(&layout) {
+        let size = layout.page_size();
+        for ((scheme, dim), codes, params, address) in sides(&layout) {
             let bits = scheme.code_bits();
             let mut run = vec![0xa5; layout.run_bytes()];
             let code = |t: usize, d: usize| ((t * 257 + d * 31) & ((1 << bits) - 1)) as u16;
@@ -150,8 +153,8 @@ fn what_is_stored_is_loaded() {
 }
 
 /// What is asserted of one side's parts: the bits that `tokens` tokens write are ones, all others zeros.
-fn assert_only_written(run: &[u8], part: &Part, dim: usize, size: usize, tokens: usize) {
-    let bits = part.scheme.code_bits();
+fn assert_only_written(run: &[u8], part: &Part, size: usize, tokens: usize) {
+    let (bits, dim) = (part.scheme.code_bits(), part.dim());
     for (t, d) in (0..size).flat_map(|t| (0..dim).map(move |d| (t, d))) {
         let expected = if t < tokens { 0xffff >> (16 - bits) } else { 0 };
         assert_eq!(part.load_code(run, t, d), expected, "({t}, {d})");
@@ -166,7 +169,7 @@ fn assert_only_written(run: &[u8], part: &Part, dim: usize, size: usize, tokens:
 #[test]
 fn a_canonical_page_keeps_what_its_tokens_wrote_and_nothing_else() {
     for layout in layouts() {
-        let (dim, size) = (layout.head_dim(), layout.page_size());
+        let size = layout.page_size();
         for (tokens, is_residual) in [0, 1, 9, size - 3, size]
             .into_iter()
             .flat_map(|n| [(n, false), (n, true)])
@@ -184,7 +187,7 @@ fn a_canonical_page_keeps_what_its_tokens_wrote_and_nothing_else() {
                     };
                     let Some(part) = part else { continue };
                     assert_eq!(part.codes.start, covered);
-                    assert_only_written(run, &part, dim, size, tokens);
+                    assert_only_written(run, &part, size, tokens);
                     covered = part.codes.end.max(part.params.end);
                 }
                 assert!(run[covered..].iter().all(|byte| *byte == 0));
@@ -207,10 +210,11 @@ fn a_canonical_page_keeps_what_its_tokens_wrote_and_nothing_else() {
 fn residuals_lie_as_four_bit_codes_k_first_and_have_no_parameters() {
     let mut seen = 0;
     for layout in layouts() {
-        let (dim, size) = (layout.head_dim(), layout.page_size());
+        let size = layout.page_size();
         let mut at = 0;
         for (side, address) in [(Side::K, k_code as Address), (Side::V, v_code)] {
             let home = layout.part(side);
+            let dim = home.dim();
             let Some(part) = layout.residual(side) else {
                 assert_eq!(home.scheme.window(), Window::None);
                 continue;
@@ -239,8 +243,8 @@ fn residuals_lie_as_four_bit_codes_k_first_and_have_no_parameters() {
 
 /// What no quantizer writes into the last place of token t of a side; none for schemes that hold nothing but numbers.
 fn spoil(layout: &PageLayout, side: usize, page: &mut [u8], head: usize, t: usize) -> bool {
-    let (dim, size) = (layout.head_dim(), layout.page_size());
-    let (scheme, codes, params, address) = sides(layout)[side].clone();
+    let size = layout.page_size();
+    let ((scheme, dim), codes, params, address) = sides(layout)[side].clone();
     let run = &mut page[layout.run(0, head)];
     let groups = groups(scheme, dim);
     if groups > 0 {

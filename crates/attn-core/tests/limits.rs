@@ -13,11 +13,7 @@ use rstest::rstest;
 const DIM: usize = 64;
 
 fn cache(format: KvFormat, kv: usize, pages: usize) -> KvCache {
-    let heads = Heads {
-        q: kv,
-        kv,
-        dim: DIM,
-    };
+    let heads = Heads::new(kv, kv, DIM);
     let config = CacheConfig::builder(format, heads)
         .centres(false)
         .unit_tensor_scales()
@@ -137,11 +133,7 @@ fn an_append_that_is_refused_looks_at_no_row() {
 #[test]
 fn a_shard_that_is_refused_looks_at_no_query() {
     soon(|| {
-        let heads = Heads {
-            q: 4096,
-            kv: 64,
-            dim: DIM,
-        };
+        let heads = Heads::new(4096, 64, DIM);
         let mut cache = cache(KvFormat::INT8, 64, 16);
         let append = [Append {
             sequence: 0,
@@ -225,16 +217,9 @@ fn a_sequence_ends_at_the_most_tokens_of_a_problem(#[case] len: usize, #[case] m
         tokens: MAX_TOKENS - len,
     }];
     cache.append_with(&rest, |_, _| Ok(())).unwrap();
-    Problem::new(
-        Heads {
-            q: 1,
-            kv: 1,
-            dim: DIM,
-        },
-        [cache.table().lens[0]],
-    )
-    .check()
-    .unwrap();
+    Problem::new(Heads::new(1, 1, DIM), [cache.table().lens[0]])
+        .check()
+        .unwrap();
 }
 
 #[test]
@@ -303,15 +288,7 @@ fn sizes_whose_products_wrap_are_refused_though_there_is_no_row() {
     }
     let none = SpanStates::new(1 << 57, 64, vec![], vec![]).unwrap();
     assert_eq!((none.spans(), none.rows()), (0, 1 << 57));
-    let unchecked = Problem::new(
-        Heads {
-            q: 1 << 40,
-            kv: 1,
-            dim: DIM,
-        },
-        [0; 4],
-    )
-    .q_len(usize::MAX);
+    let unchecked = Problem::new(Heads::new(1 << 40, 1, DIM), [0; 4]).q_len(usize::MAX);
     assert!(SpanStates::unseen(&unchecked).is_err());
     let ranges: Vec<_> = unchecked.query_ranges().collect();
     assert_eq!(ranges[3], usize::MAX..usize::MAX);
@@ -321,14 +298,7 @@ fn sizes_whose_products_wrap_are_refused_though_there_is_no_row() {
 #[test]
 #[should_panic(expected = "span 1 of 1")]
 fn a_state_of_a_span_that_is_not_there_is_not_set() {
-    let problem = Problem::new(
-        Heads {
-            q: 2,
-            kv: 1,
-            dim: DIM,
-        },
-        [5],
-    );
+    let problem = Problem::new(Heads::new(2, 1, DIM), [5]);
     let mut states = SpanStates::unseen(&problem).unwrap();
     states.set(1, 0, [0.0, 1.0], &[0.0; DIM]);
 }

@@ -15,11 +15,7 @@ use rstest::rstest;
 const DIM: usize = 64;
 
 fn config(format: &str, page_size: usize, pages: usize) -> CacheConfig {
-    let heads = Heads {
-        q: 1,
-        kv: 1,
-        dim: DIM,
-    };
+    let heads = Heads::new(1, 1, DIM);
     CacheConfig::builder(format.parse().unwrap(), heads)
         .centres(false)
         .sequences(4)

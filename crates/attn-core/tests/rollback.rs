@@ -1,14 +1,16 @@
 //! An engine takes tokens back, asks for room for the next step, and attends any sequences in a batch.
 
 use attn_conformance::noise::{Noise, uniform};
-use attn_core::{Append, CacheConfig, Error, Heads, HostPages, KvCache, KvSource, Plan, Problem};
+use attn_core::{
+    Append, CacheConfig, Error, HeadDim, Heads, HostPages, KvCache, KvSource, Plan, Problem,
+};
 use rstest::rstest;
 
 const DIM: usize = 64;
 const HEADS: Heads = Heads {
     q: 1,
     kv: 1,
-    dim: DIM,
+    dim: HeadDim::same(DIM),
 };
 
 fn cache(format: &str, page_size: usize, pages: usize) -> KvCache {

@@ -1,8 +1,8 @@
 //! Rows at strides: which are taken, where they lie, and that a call reads no other element.
 
 use attn_core::{
-    Append, CacheConfig, DecodeStep, Error, Heads, HostPages, KvCache, KvFormat, KvSource, Plan,
-    Problem, Rows, RowsMut, WideRows,
+    Append, CacheConfig, DecodeStep, Error, HeadDim, Heads, HostPages, KvCache, KvFormat, KvSource,
+    Plan, Problem, Rows, RowsMut, WideRows,
 };
 use half::{bf16, f16};
 use rstest::rstest;
@@ -11,7 +11,7 @@ const DIM: usize = 64;
 const HEADS: Heads = Heads {
     q: 4,
     kv: 2,
-    dim: DIM,
+    dim: HeadDim::same(DIM),
 };
 
 /// Element d of the row of a token and a head, which all three types hold exactly.

@@ -1,7 +1,8 @@
 //! Numbers beyond the range of a format: which ones they are, and how a cache counts them.
 
 use attn_core::{
-    Append, CacheConfig, Error, Heads, HostPages, Int8Scale, KvCache, KvFormat, Rows, Scheme,
+    Append, CacheConfig, Error, HeadDim, Heads, HostPages, Int8Scale, KvCache, KvFormat, Rows,
+    Scheme,
 };
 use half::f16;
 use proptest::prelude::*;
@@ -10,9 +11,9 @@ use rstest::rstest;
 const HEADS: Heads = Heads {
     q: 2,
     kv: 2,
-    dim: 64,
+    dim: HeadDim::same(64),
 };
-const ROW: usize = HEADS.kv * HEADS.dim;
+const ROW: usize = HEADS.kv * HEADS.dim.k;
 
 const TENSOR: Scheme = Scheme::Int8(Int8Scale::Tensor);
 
@@ -97,7 +98,7 @@ fn values(tokens: usize, seed: usize) -> Vec<f32> {
 
 /// The numbers of K or of V that saturate, one by one.
 fn counted(scheme: Scheme, scales: &[f32], x: &[f32]) -> u64 {
-    let rows = x.chunks_exact(HEADS.dim).enumerate();
+    let rows = x.chunks_exact(HEADS.dim.k).enumerate();
     let in_row = |(i, row): (usize, &[f32])| {
         let scale = scales.get(i % HEADS.kv).copied().unwrap_or(1.0);
         row.iter().filter(|x| saturates(scheme, **x, scale)).count() as u64
@@ -140,13 +141,13 @@ fn strided_rows_and_rows_of_16_bits_are_counted_as_the_numbers_that_they_are() {
     let [k_scales, v_scales] = cache.config().tensor_scales(0);
     let wanted = counted(Scheme::Fp8E4m3, k_scales, &x) + counted(Scheme::Fp8E4m3, v_scales, &x);
     // Heads one behind the other, and gaps that no count may look at.
-    let mut apart = vec![1e30; 2 * HEADS.kv * 5 * HEADS.dim];
-    for (i, row) in x.chunks_exact(HEADS.dim).enumerate() {
-        let at = (i % HEADS.kv * 5 + i / HEADS.kv) * 2 * HEADS.dim;
-        apart[at..at + HEADS.dim].copy_from_slice(row);
+    let mut apart = vec![1e30; 2 * HEADS.kv * 5 * HEADS.dim.k];
+    for (i, row) in x.chunks_exact(HEADS.dim.k).enumerate() {
+        let at = (i % HEADS.kv * 5 + i / HEADS.kv) * 2 * HEADS.dim.k;
+        apart[at..at + HEADS.dim.k].copy_from_slice(row);
     }
-    let strides = [2 * HEADS.dim, 5 * 2 * HEADS.dim];
-    let rows = Rows::strided(&apart, [5, HEADS.kv, HEADS.dim], strides).unwrap();
+    let strides = [2 * HEADS.dim.k, 5 * 2 * HEADS.dim.k];
+    let rows = Rows::strided(&apart, [5, HEADS.kv, HEADS.dim.k], strides).unwrap();
     cache.append(0, rows, rows).unwrap();
     assert_eq!(cache.saturated(), Some(wanted));
     // Both heads of K and of V end below 10.

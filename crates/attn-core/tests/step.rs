@@ -2,8 +2,8 @@
 
 use attn_conformance::fake::FakeBackend;
 use attn_core::{
-    CacheConfig, DecodeAttention, DecodeStep, ElementIndex, Error, Heads, HostPages, KvCache,
-    KvSource, KvView, Plan, Problem, StridedRows,
+    CacheConfig, DecodeAttention, DecodeStep, ElementIndex, Error, HeadDim, Heads, HostPages,
+    KvCache, KvSource, KvView, Plan, Problem, StridedRows,
 };
 use rstest::rstest;
 
@@ -14,33 +14,19 @@ fn plan(problem: Problem, format: &str) -> Plan {
 const HEADS: Heads = Heads {
     q: 2,
     kv: 1,
-    dim: 64,
+    dim: HeadDim::same(64),
 };
 
 fn problem() -> Problem {
-    Problem::new(
-        Heads {
-            q: 2,
-            kv: 1,
-            dim: 64,
-        },
-        vec![3, 5],
-    )
+    Problem::new(Heads::new(2, 1, 64), vec![3, 5])
 }
 
 fn cache(format: &str, k_scale: f32) -> KvCache {
-    let mut config = CacheConfig::builder(
-        format.parse().unwrap(),
-        Heads {
-            q: 1,
-            kv: 1,
-            dim: 64,
-        },
-    )
-    .unit_tensor_scales()
-    .sequences(3)
-    .max_len(64)
-    .build();
+    let mut config = CacheConfig::builder(format.parse().unwrap(), Heads::new(1, 1, 64))
+        .unit_tensor_scales()
+        .sequences(3)
+        .max_len(64)
+        .build();
     config.k_tensor_scales.fill(k_scale);
     // V's scale says nothing of queries.
     config.v_tensor_scales.fill(100.0);
@@ -126,7 +112,13 @@ fn plans_check_their_problem_and_format() {
         plan.unwrap_err().to_string()
     };
     assert!(refused(problem().softcap(0.0), "int8").contains("softcap"));
-    let odd = Problem::new(Heads { dim: 80, ..HEADS }, [1]);
+    let odd = Problem::new(
+        Heads {
+            dim: 80.into(),
+            ..HEADS
+        },
+        [1],
+    );
     assert!(refused(odd, "int4-g8").contains("int4-g8"));
 }
 
@@ -135,7 +127,7 @@ fn plans_check_their_problem_and_format() {
 #[case(|problem: &mut Problem, _: &mut &str| problem.kv_lens = vec![3, 4], "sequence 1 has 5 tokens, but the plan is for 4; plan with")]
 #[case(|problem: &mut Problem, _: &mut &str| (problem.kv_lens, problem.q_lens) = (vec![3, 5, 0, 0], vec![1; 4]), "the plan is for 4 sequences, but the call has 3; plan for 3, or")]
 #[case(|problem: &mut Problem, _: &mut &str| problem.num_kv_heads = 2, "num_kv_heads is 2 in the plan but 1 in the cache; plan with")]
-#[case(|problem: &mut Problem, _: &mut &str| problem.head_dim = 128, "head_dim is 128 in the plan but 64 in the cache; plan with")]
+#[case(|problem: &mut Problem, _: &mut &str| problem.head_dim = 128.into(), "head_dim is 128 in the plan but 64 in the cache; plan with")]
 fn a_cache_of_another_shape_is_named(
     #[case] change: fn(&mut Problem, &mut &str),
     #[case] says: &str,
@@ -145,7 +137,7 @@ fn a_cache_of_another_shape_is_named(
     change(&mut problem, &mut format);
     let plan = plan(problem, format);
     let p = plan.problem();
-    let (mut out, mut lse) = (vec![0.0; p.elements()], vec![0.0; p.rows()]);
+    let (mut out, mut lse) = (vec![0.0; p.out_elements()], vec![0.0; p.rows()]);
     let q = out.clone();
     let kv = KvSource::Cache(&cache);
     let error = DecodeStep::new(&plan, &q, kv, &mut out)
@@ -159,19 +151,9 @@ fn a_cache_of_another_shape_is_named(
 fn the_first_sequences_of_a_larger_cache_are_a_problem() {
     let cache = cache("int8", 1.0);
     for lens in [vec![3, 5, 0], vec![3, 5], vec![3], vec![]] {
-        let plan = plan(
-            Problem::new(
-                Heads {
-                    q: 2,
-                    kv: 1,
-                    dim: 64,
-                },
-                lens,
-            ),
-            "int8",
-        );
+        let plan = plan(Problem::new(Heads::new(2, 1, 64), lens), "int8");
         let p = plan.problem();
-        let (mut out, mut lse) = (vec![0.0; p.elements()], vec![0.0; p.rows()]);
+        let (mut out, mut lse) = (vec![0.0; p.out_elements()], vec![0.0; p.rows()]);
         let q = out.clone();
         let kv = KvSource::Cache(&cache);
         let step =

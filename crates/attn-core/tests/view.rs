@@ -49,14 +49,7 @@ fn rows_lie_where_the_order_of_the_axes_says(
 }
 
 fn problem(lens: &[usize]) -> Problem {
-    Problem::new(
-        Heads {
-            q: HEADS,
-            kv: HEADS,
-            dim: 64,
-        },
-        lens.to_vec(),
-    )
+    Problem::new(Heads::new(HEADS, HEADS, 64), lens.to_vec())
 }
 
 #[rstest]
@@ -201,7 +194,7 @@ fn schemes_without_rows_of_their_own_and_odd_groups_are_refused() {
         ("int8-g32/int8-plain", 80, "format"),
         ("int8-plain/int8-g32", 80, "format"),
     ] {
-        let problem = Problem::new(Heads { q: 1, kv: 1, dim }, vec![2]);
+        let problem = Problem::new(Heads::new(1, 1, dim), vec![2]);
         let rows = StridedRows::bnsh(&codes, &scales, 1, 2, dim, 2);
         let error = KvView::new(&problem, format.parse().unwrap(), rows, rows, [&[], &[]]).err();
         assert!(
@@ -213,14 +206,7 @@ fn schemes_without_rows_of_their_own_and_odd_groups_are_refused() {
 
 #[test]
 fn a_sequence_without_tokens_may_have_rows_that_no_slice_reaches() {
-    let problem = Problem::new(
-        Heads {
-            q: 1,
-            kv: 1,
-            dim: 64,
-        },
-        vec![1, 0],
-    );
+    let problem = Problem::new(Heads::new(1, 1, 64), vec![1, 0]);
     let rows = StridedRows::bnsh(&[5; 64], &[0x3c00], 1, 100, 64, 1);
     KvView::new(
         &problem,
@@ -230,14 +216,7 @@ fn a_sequence_without_tokens_may_have_rows_that_no_slice_reaches() {
         [&[], &[]],
     )
     .unwrap();
-    let problem = Problem::new(
-        Heads {
-            q: 1,
-            kv: 1,
-            dim: 64,
-        },
-        vec![0, 0],
-    );
+    let problem = Problem::new(Heads::new(1, 1, 64), vec![0, 0]);
     let rows = StridedRows::bnsh(&[], &[], 1, 100, 64, 1);
     KvView::new(
         &problem,

@@ -1,14 +1,14 @@
 //! A decode step by the scalar reference and by this machine's vectors, compared to the bit. `cargo run --release --example same_bits`
 
 use attn_core::{
-    CacheConfig, DecodeAttention, DecodeStep, Error, Heads, KvFormat, KvSource, Problem,
+    CacheConfig, DecodeAttention, DecodeStep, Error, HeadDim, Heads, KvFormat, KvSource, Problem,
 };
 use attn_cpu::{CpuBackend, Reference};
 
 const HEADS: Heads = Heads {
     q: 8,
     kv: 2,
-    dim: 64,
+    dim: HeadDim::same(64),
 };
 const TOKENS: usize = 300;
 
@@ -26,10 +26,10 @@ fn attended(backend: &dyn DecodeAttention) -> Result<Vec<f32>, Error> {
         .max_len(TOKENS)
         .build();
     let mut cache = backend.create_cache(&config)?;
-    let rows = TOKENS * HEADS.kv * HEADS.dim;
+    let rows = TOKENS * HEADS.kv * HEADS.dim.k;
     cache.append(0, &numbers(1, rows), &numbers(2, rows))?;
     let plan = backend.plan(&Problem::new(HEADS, [TOKENS]), KvFormat::INT8)?;
-    let q = numbers(3, HEADS.q * HEADS.dim);
+    let q = numbers(3, HEADS.q * HEADS.dim.k);
     let mut out = vec![0.0; q.len()];
     let mut step = DecodeStep::new(&plan, &q, KvSource::Cache(&cache), &mut out)?;
     backend.decode(&mut step)?;

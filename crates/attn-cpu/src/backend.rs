@@ -307,7 +307,7 @@ impl CpuBackend {
     /// use attn_core::{DecodeAttention, DecodeStep, Error, Heads, KvFormat, KvSource, PageLayout, PagePool, Problem};
     ///
     /// let backend = attn_cpu::CpuBackend::open()?;
-    /// let (format, heads) = (KvFormat::INT8, Heads { q: 4, kv: 1, dim: 64 });
+    /// let (format, heads) = (KvFormat::INT8, Heads::new(4, 1, 64));
     /// let layout = PageLayout::new(format, heads.dim, 16, heads.kv)?;
     /// let mut pool = vec![0; 8 * layout.page_bytes()];
     /// // Tokens 0 and 1 of a sequence whose first page is page 5.

@@ -25,7 +25,7 @@ pub(crate) unsafe fn fold_tile<D: Dot>(
     seen: impl Fn(usize) -> [usize; 2],
     modifiers: impl Fn(usize) -> Modifiers,
 ) {
-    let vectors = tile.tokens.div_ceil(D::S::LANES) + rows.dim / D::S::LANES;
+    let vectors = tile.tokens.div_ceil(D::S::LANES) + rows.dim.v / D::S::LANES;
     // Unpacked codes are read two vectors at a time.
     let steps = if codes.is_some() {
         vectors / 2
@@ -163,7 +163,7 @@ impl<D: Dot> Products for Lanes<'_, D> {
     #[inline(always)]
     unsafe fn values<const R: usize>(self, fetch: &mut Fetch, rows: &mut QueryRows, row: usize) {
         let Lanes { d, tile, codes } = self;
-        let in_twos = (rows.dim / tile.v_groups).is_multiple_of(2 * D::S::LANES);
+        let in_twos = (rows.dim.v / tile.v_groups).is_multiple_of(2 * D::S::LANES);
         // SAFETY: the caller's contract; two vectors divide a group's dims, or one does.
         unsafe {
             match (in_twos, tile.v_nibbles) {

@@ -6,8 +6,8 @@ mod workspace;
 use std::cell::RefCell;
 
 use attn_core::{
-    Error, KvMemory, Problem, QueryBlock, Scheme, SpanStates, StepInputs, StepOutputs, WideRowsMut,
-    arithmetic::LOG2_E, centres::centre_of, row_state::RowEnd, segments::SPAN,
+    Error, HeadDim, KvMemory, Problem, QueryBlock, Scheme, SpanStates, StepInputs, StepOutputs,
+    WideRowsMut, arithmetic::LOG2_E, centres::centre_of, row_state::RowEnd, segments::SPAN,
 };
 use rayon::prelude::*;
 
@@ -193,7 +193,8 @@ pub(crate) fn is_small(problem: &Problem) -> bool {
     let pairs = lens.fold(0usize, |n, (kv_len, q_len)| {
         n.saturating_add(kv_len.saturating_mul(*q_len))
     });
-    pairs.saturating_mul(problem.num_q_heads * problem.head_dim) < SMALL
+    let HeadDim { k, v } = problem.head_dim;
+    pairs.saturating_mul(problem.num_q_heads * (k + v) / 2) < SMALL
 }
 
 /// Attends all splits of a step on `isa`, which the caller has found available, and on the `threads` of the rayon pool that it is called in;
@@ -215,7 +216,7 @@ fn attend_splits(
     let (attend, _) = kernels(isa, step.plan().format().is_integer());
     let splits = &workspace.splits[..];
     let states = Shared::new(&mut workspace.states);
-    let row = problem.heads_per_kv() * (problem.head_dim + 2);
+    let row = problem.heads_per_kv() * (problem.head_dim.v + 2);
     let run = |index: usize| {
         let splits = &splits[index..];
         let first = splits[0].states;
@@ -244,7 +245,7 @@ pub(crate) fn spans(
 ) -> Result<SpanStates, Error> {
     attend_splits(isa, threads, step, workspace, true)?;
     let problem = step.problem();
-    let (dim, per) = (problem.head_dim, problem.heads_per_kv());
+    let (dim, per) = (problem.head_dim.v, problem.heads_per_kv());
     let mut all = SpanStates::unseen(problem)?;
     for split in &workspace.splits {
         let span = split.segments.start / SPAN;
@@ -298,7 +299,7 @@ fn write_rows(
 ) {
     let problem = step.problem();
     let (dim, heads, per) = (
-        problem.head_dim,
+        problem.head_dim.v,
         problem.num_kv_heads,
         problem.heads_per_kv(),
     );
@@ -365,7 +366,7 @@ fn attend<D: Dot, const INTEGER: bool>(
     load_queries::<_, INTEGER>(s, step, &inputs, &mut scratch.rows);
     let v_unit = float_unit(step.plan().format().v);
     if INTEGER {
-        let groups = step.plan().format().k.groups(scratch.rows.dim);
+        let groups = step.plan().format().k.groups(scratch.rows.dim.k);
         query::prepare(d, &mut scratch.rows, groups);
         query::prepare_bases(&mut scratch.rows, inputs.reader.centres);
     }
@@ -396,7 +397,7 @@ fn attend<D: Dot, const INTEGER: bool>(
         let span = &mut scratch.span[..states.len()];
         merge_segment(s, &scratch.rows, is_first, span);
         if (segment + 1) % SPAN == 0 || segment + 1 == all.end {
-            merge_span(s, span, segment < SPAN, states, scratch.rows.dim);
+            merge_span(s, span, segment < SPAN, states, scratch.rows.dim.v);
         }
     }
     Ok(())
@@ -420,9 +421,9 @@ fn load_queries<S: Simd, const INTEGER: bool>(
     rows: &mut QueryRows,
 ) {
     let (problem, split, format) = (inputs.problem, inputs.split, step.plan().format());
-    let (dim, per) = (problem.head_dim, problem.heads_per_kv());
+    let (dim, per) = (problem.head_dim.k, problem.heads_per_kv());
     let count = split.block.tokens * per;
-    rows.reserve(count, dim, format.v.groups(dim));
+    rows.reserve(count, problem.head_dim, format.v);
     let c = (problem.score_scale() * LOG2_E) * inputs.reader.tensor_scales[0];
     let out = &mut rows.q.as_mut_slice()[..count * dim];
     for (i, out) in out.chunks_exact_mut(dim).enumerate() {
@@ -445,7 +446,7 @@ fn load_queries<S: Simd, const INTEGER: bool>(
 /// Empties the rows' states.
 #[inline(always)]
 fn clear_state(rows: &mut QueryRows) {
-    let (count, dim) = (rows.count, rows.dim);
+    let (count, dim) = (rows.count, rows.dim.v);
     rows.m.as_mut_slice()[..count].fill(f32::NEG_INFINITY);
     rows.l.as_mut_slice()[..count].fill(0.0);
     rows.o.as_mut_slice()[..count * dim].fill(0.0);
@@ -517,7 +518,7 @@ fn fold_integer_tile<D: Dot>(
 /// Merges the rows' states of a segment into the split's `states`, which the first segment sets.
 #[inline(always)]
 fn merge_segment<S: Simd>(s: S, rows: &QueryRows, is_first: bool, states: &mut [f32]) {
-    let dim = rows.dim;
+    let dim = rows.dim.v;
     let (m, l, o) = (rows.m.as_slice(), rows.l.as_slice(), rows.o.as_slice());
     for (r, state) in states.chunks_exact_mut(dim + 2).enumerate() {
         let (state_o, ml) = state.split_at_mut(dim);

@@ -71,7 +71,7 @@ unsafe fn scores<S: Simd, const R: usize, const KIND: u8>(
     rows: &mut QueryRows,
     row: usize,
 ) {
-    let dim = rows.dim;
+    let dim = rows.dim.k;
     let width = if KIND == F32 { 32 } else { 16 };
     let q = rows.q.as_slice()[row * dim..][..R * dim].as_ptr();
     let out = rows.scores.as_mut_slice()[row * TILE..][..R * TILE].as_mut_ptr();
@@ -120,7 +120,7 @@ unsafe fn values<S: Simd, const R: usize, const U: usize, const KIND: u8>(
     [start, end]: [usize; 2],
     dim0: usize,
 ) {
-    let dim = rows.dim;
+    let dim = rows.dim.v;
     let p = rows.scores.as_slice()[row * TILE..][..R * TILE].as_ptr();
     let mut acc = [[s.splat(0.0); U]; R];
     for t in start..end {
@@ -175,8 +175,8 @@ unsafe fn all_values<S: Simd, const R: usize, const KIND: u8>(
     seen: [usize; 2],
 ) {
     let mut dim0 = 0;
-    while dim0 < rows.dim {
-        let left = (rows.dim - dim0) / S::LANES;
+    while dim0 < rows.dim.v {
+        let left = (rows.dim.v - dim0) / S::LANES;
         // SAFETY: the caller's contract; at most `left` vectors.
         unsafe {
             if left >= 4 && S::ROWS == 4 {
@@ -252,7 +252,7 @@ pub(crate) unsafe fn fold_tile<S: Simd>(
     v_unit: f32,
 ) {
     let (blocks, tokens) = (rows.count.div_ceil(4), tile.tokens.div_ceil(S::LANES));
-    fetch.spread(blocks * 4 * (tokens + rows.dim.div_ceil(4 * S::LANES)));
+    fetch.spread(blocks * 4 * (tokens + rows.dim.v.div_ceil(4 * S::LANES)));
     let mut done = 0;
     while let Some(run) = next_run(rows.count, done, &seen) {
         done = run.end;

@@ -143,7 +143,7 @@ pub(crate) unsafe fn scores<D: Dot, const R: usize, const NIBBLES: bool>(
     rows: &mut QueryRows,
     row: usize,
 ) {
-    let (s, dim) = (d.simd(), rows.dim);
+    let (s, dim) = (d.simd(), rows.dim.k);
     let parts = dim / 16 / tile.k_groups;
     let each = dim / 16 * D::OPERAND;
     let operands = rows.k_operands.as_slice()[row * each..][..R * each].as_ptr();
@@ -189,7 +189,7 @@ pub(crate) unsafe fn scores_of_lanes<D: Dot, const R: usize, const NIBBLES: bool
     row: usize,
 ) {
     const V: usize = 2;
-    let (s, dim) = (d.simd(), rows.dim);
+    let (s, dim) = (d.simd(), rows.dim.k);
     let (all, parts) = (dim / 16, dim / 16 / tile.k_groups);
     let each = all * D::OPERAND;
     let operands = Operands {
@@ -401,7 +401,7 @@ pub(crate) unsafe fn values<D: Dot, const R: usize, const NIBBLES: bool>(
     row: usize,
 ) {
     let s = d.simd();
-    let (group_dims, stride) = (rows.dim / tile.v_groups, tile.v_groups * 4 * D::OPERAND);
+    let (group_dims, stride) = (rows.dim.v / tile.v_groups, tile.v_groups * 4 * D::OPERAND);
     let panels = tile.v;
     for g in 0..tile.v_groups {
         let operands = &rows.v_operands.as_slice()[row * stride + g * 4 * D::OPERAND..];
@@ -442,7 +442,7 @@ pub(crate) unsafe fn values_of_lanes<
     rows: &mut QueryRows,
     row: usize,
 ) {
-    let (s, dim) = (d.simd(), rows.dim);
+    let (s, dim) = (d.simd(), rows.dim.v);
     let (group_dims, stride) = (dim / tile.v_groups, tile.v_groups * 4 * D::OPERAND);
     let panels = [0, tile.tokens.div_ceil(16)];
     for dim0 in (0..dim).step_by(V * D::S::LANES) {
@@ -486,7 +486,7 @@ impl<const R: usize> Fold<R> {
     /// How rows are folded for which `weigh` has run; a row that sees nothing is folded into a place that is never read.
     #[inline(always)]
     fn of(tile: &Tile, rows: &mut QueryRows, row: usize, g: usize) -> Self {
-        let (dim, at) = (rows.dim, g * rows.stride() + row);
+        let (dim, at) = (rows.dim.v, g * rows.stride() + row);
         let numbers = |list: &Aligned<f32>, at: usize| list.as_slice()[at..][..R].as_ptr();
         let beta = &rows.beta.as_slice()[row..][..R];
         let o = rows.o.as_mut_slice()[row * dim..][..R * dim].as_mut_ptr();

@@ -3,7 +3,7 @@
 //! A lane of 32 bits holds four neighbouring codes of its token or dim, so that the products of a step, with four values of a row in every
 //! lane, add up inside their lane. Few rows read the cache in place instead (`integer.rs`), and sum lanes once per tile and row.
 
-use attn_core::arithmetic::TILE;
+use attn_core::{HeadDim, arithmetic::TILE};
 
 use crate::{
     scratch::Aligned,
@@ -28,16 +28,17 @@ impl LaneCodes {
         }
     }
 
-    /// Unpacks a tile of `dim` dims.
+    /// Unpacks a tile of heads of `dim`.
     ///
     /// # Safety
     /// The tile's places are readable.
     #[inline(always)]
-    pub unsafe fn unpack<D: Dot>(&mut self, d: D, tile: &Tile, dim: usize) {
-        let all =
-            TILE * dim / 4 * (size_of::<D::Codes>().max(size_of::<D::Nibbles>()) / D::S::LANES);
-        self.k.reserve(all);
-        self.v.reserve(all);
+    pub unsafe fn unpack<D: Dot>(&mut self, d: D, tile: &Tile, dim: HeadDim) {
+        let of = |dim: usize| {
+            TILE * dim / 4 * (size_of::<D::Codes>().max(size_of::<D::Nibbles>()) / D::S::LANES)
+        };
+        self.k.reserve(of(dim.k));
+        self.v.reserve(of(dim.v));
         let (k, v) = (
             self.k.as_mut_slice().as_mut_ptr(),
             self.v.as_mut_slice().as_mut_ptr(),
@@ -45,14 +46,14 @@ impl LaneCodes {
         // SAFETY: `k` and `v` hold a step for each four codes of each vector; the caller's contract.
         unsafe {
             if tile.k_nibbles {
-                unpack_k::<D, true>(d, tile, dim / 16, k);
+                unpack_k::<D, true>(d, tile, dim.k / 16, k);
             } else {
-                unpack_k::<D, false>(d, tile, dim / 16, k);
+                unpack_k::<D, false>(d, tile, dim.k / 16, k);
             }
             if tile.v_nibbles {
-                unpack_v::<D, true>(d, tile, dim, v);
+                unpack_v::<D, true>(d, tile, dim.v, v);
             } else {
-                unpack_v::<D, false>(d, tile, dim, v);
+                unpack_v::<D, false>(d, tile, dim.v, v);
             }
         }
     }

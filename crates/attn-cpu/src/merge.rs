@@ -1,6 +1,9 @@
 //! Sections 5 and 6 over vectors: the merge of a row's states, and the epilogue.
 
-use attn_core::row_state::{MergedO, RowEnd, close, merge_max_sums};
+use attn_core::{
+    MAX_HEAD_DIM,
+    row_state::{MergedO, RowEnd, close, merge_max_sums},
+};
 
 use crate::{rotation::rotate, simd::Simd};
 
@@ -52,7 +55,7 @@ pub(crate) fn epilogue<S: Simd>(
     let dim = out.len();
     let mut total = [f32::NEG_INFINITY, 0.0];
     let mut group = [f32::NEG_INFINITY, 0.0];
-    let mut group_o = [0.0; 256];
+    let mut group_o = [0.0; MAX_HEAD_DIM];
     for i in 0..states.count {
         let (o, ml) = states.all[states.first + i * states.step..][..dim + 2].split_at(dim);
         if span == 1 {

@@ -9,11 +9,11 @@
 //! Half steps are rounded down, so there whole numbers take the place of ties.
 
 use attn_core::{
-    Int8Scale, Scheme, TokenWrite, WideRows,
+    HeadDim, Int8Scale, MAX_HEAD_DIM, Scheme, TokenWrite, WideRows,
     arithmetic::ROUND,
     centres::{CENTRES, centre_of},
     format::MAX_GROUPS,
-    layout::{MAX_HEAD_DIM, PageLayout, Part, Side, slot},
+    layout::{PageLayout, Part, Side, slot},
     quant::{self, Param},
     rotation::rotate_stored,
 };
@@ -26,7 +26,7 @@ const CHUNK: usize = 16;
 
 /// What all rows of a cache have in common.
 pub(crate) struct RowWriter {
-    head_dim: usize,
+    head_dim: HeadDim,
     num_kv_heads: usize,
     page_size: usize,
     parts: [Part; 2],
@@ -42,7 +42,7 @@ pub(crate) struct RowWriter {
 pub(crate) struct Tokens<'a> {
     pub writes: &'a [TokenWrite],
     pub kv: [WideRows<'a>; 2],
-    /// Centres of K of the layer, `[num_sequences, num_kv_heads, 2, head_dim]`; nothing in a cache without.
+    /// Centres of K of the layer, `[num_sequences, num_kv_heads, 2, head_dim.k]`; nothing in a cache without.
     pub centres: &'a [bf16],
 }
 
@@ -84,8 +84,8 @@ impl RowWriter {
             return all;
         }
         let of_head = write.sequence * self.num_kv_heads + head;
-        let first = (of_head * CENTRES + centre_of(write.position)) * self.head_dim;
-        &all[first..first + self.head_dim]
+        let first = (of_head * CENTRES + centre_of(write.position)) * self.head_dim.k;
+        &all[first..first + self.head_dim.k]
     }
 
     /// Writes tokens of KV head `head` into its runs of their pages.
@@ -130,10 +130,11 @@ fn write_run(writer: &RowWriter, tokens: Tokens<'_>, head: usize, mut runs: Runs
         residuals: [0; MAX_HEAD_DIM],
         params: [Param::default(); MAX_GROUPS],
     };
-    let (dim, page_size) = (writer.head_dim, writer.page_size);
+    let page_size = writer.page_size;
     for (side, part) in writer.parts.iter().enumerate() {
+        let dim = part.dim();
         let scale = writer.tensor_scales[side].get(head).copied();
-        let groups = part.scheme.groups(dim);
+        let groups = part.num_params();
         for write in tokens.writes {
             let x = tokens.kv[side].row(write.source, head);
             let centre = match side {

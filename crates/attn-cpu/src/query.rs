@@ -1,6 +1,7 @@
 //! The query rows of one KV head (`docs/arithmetic.md`, sections 2 and 3): as floats, in 8 bits, and their state.
 
 use attn_core::{
+    HeadDim, Scheme,
     arithmetic::query_step,
     centres::{CENTRES, score_base},
     format::MAX_GROUPS,
@@ -16,8 +17,8 @@ use crate::{
 /// All query rows of one KV head, with the state of the current segment and the intermediate values of the current tile.
 pub(crate) struct QueryRows {
     pub count: usize,
-    pub dim: usize,
-    /// `q'`, `[row][dim]`.
+    pub dim: HeadDim,
+    /// `q'`, `[row][dim.k]`.
     pub q: Aligned<f32>,
     /// Query operands, `[row][dim/16][OPERAND]`.
     pub k_operands: Aligned<u8>,
@@ -56,7 +57,7 @@ impl QueryRows {
     pub const fn new() -> Self {
         QueryRows {
             count: 0,
-            dim: 0,
+            dim: HeadDim::same(0),
             q: Aligned::new(),
             k_operands: Aligned::new(),
             q_sums: Aligned::new(),
@@ -79,11 +80,12 @@ impl QueryRows {
         }
     }
 
-    /// Makes room for `count` rows of `dim`, and V in `v_groups` groups.
-    pub fn reserve(&mut self, count: usize, dim: usize, v_groups: usize) {
+    /// Makes room for `count` rows over heads of `dim`, and V of a scheme.
+    pub fn reserve(&mut self, count: usize, dim: HeadDim, v: Scheme) {
+        let v_groups = v.groups(dim.v);
         (self.count, self.dim) = (count, dim);
-        self.q.reserve(count * dim);
-        self.k_operands.reserve(count * dim / 16 * MOST_OPERAND);
+        self.q.reserve(count * dim.k);
+        self.k_operands.reserve(count * dim.k / 16 * MOST_OPERAND);
         self.q_sums.reserve(count * MAX_GROUPS);
         self.step.reserve(count);
         self.bases.reserve(CENTRES * count);
@@ -98,9 +100,9 @@ impl QueryRows {
         self.beta.reserve(stride);
         self.m.reserve(stride);
         self.l.reserve(stride);
-        self.o.reserve(count * dim);
-        self.integers.reserve(64.max(dim));
-        self.unseen_o.reserve(dim);
+        self.o.reserve(count * dim.v);
+        self.integers.reserve(64.max(dim.k));
+        self.unseen_o.reserve(dim.v);
     }
 
     /// From a group's numbers of rows to the next group's.
@@ -168,7 +170,7 @@ pub(crate) unsafe fn largest_abs<S: Simd>(s: S, x: *const f32, dim: usize) -> f3
 /// Finds what every row's scores are added to on the grid, with the centres that the row's keys lack.
 #[inline(always)]
 pub(crate) fn prepare_bases(rows: &mut QueryRows, centres: Option<[&[bf16]; CENTRES]>) {
-    let (count, dim) = (rows.count, rows.dim);
+    let (count, dim) = (rows.count, rows.dim.k);
     let bases = &mut rows.bases.as_mut_slice()[..CENTRES * count];
     let Some(centres) = centres else {
         bases.fill(SCORE_BASE);
@@ -186,7 +188,7 @@ pub(crate) fn prepare_bases(rows: &mut QueryRows, centres: Option<[&[bf16]; CENT
 #[inline(always)]
 pub(crate) fn prepare<D: Dot>(d: D, rows: &mut QueryRows, groups: usize) {
     const { assert!(D::OPERAND <= MOST_OPERAND) };
-    let (s, dim, each) = (d.simd(), rows.dim, rows.dim / 16 * D::OPERAND);
+    let (s, dim, each) = (d.simd(), rows.dim.k, rows.dim.k / 16 * D::OPERAND);
     for r in 0..rows.count {
         let x = rows.q.as_slice()[r * dim..][..dim].as_ptr();
         let out = rows.k_operands.as_mut_slice()[r * each..][..each].as_mut_ptr();

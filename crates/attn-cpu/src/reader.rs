@@ -297,7 +297,7 @@ impl<'a> Reader<'a> {
                 let address = if side == Side::K { k_code } else { v_code };
                 let at = address(
                     bits,
-                    layout.head_dim(),
+                    layout.head_dim().of(side),
                     layout.page_size(),
                     t % layout.page_size(),
                     d,
@@ -348,7 +348,7 @@ impl<'a> Reader<'a> {
         let page = self.residual_page(side, t);
         let address = if side == Side::K { k_code } else { v_code };
         let page_size = layout.page_size();
-        let at = address(4, layout.head_dim(), page_size, t % page_size, d);
+        let at = address(4, layout.head_dim().of(side), page_size, t % page_size, d);
         at.load(page.codes, 4)
     }
 }

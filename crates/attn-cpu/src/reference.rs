@@ -68,6 +68,11 @@ impl<'a> QueryRow<'a> {
         }
     }
 
+    /// Elements of a value.
+    fn v_dim(&self) -> usize {
+        self.problem.head_dim.v
+    }
+
     /// The row's position; that of the last query token where the problem is not causal.
     fn position(&self) -> i32 {
         let p = self.problem;
@@ -105,7 +110,7 @@ pub(crate) fn attend(
     let spans = attend_spans(row, reader, integer);
     let State { m, l, o } = spans
         .reduce(merged)
-        .unwrap_or_else(|| State::empty(row.q.len()));
+        .unwrap_or_else(|| State::empty(row.v_dim()));
     let end = RowEnd {
         sink: row
             .problem
@@ -131,7 +136,7 @@ pub(crate) fn attend_spans(
     let segment_tokens = SEGMENT * TILE;
     let mut segments = Vec::new();
     for segment in (0..kv_len).step_by(segment_tokens) {
-        let mut state = State::empty(row.q.len());
+        let mut state = State::empty(row.v_dim());
         for t0 in (segment..kv_len.min(segment + segment_tokens)).step_by(TILE) {
             let tile = t0..kv_len.min(t0 + TILE);
             let visible: Vec<bool> = tile.clone().map(|t| seen.contains(&t)).collect();
@@ -280,12 +285,12 @@ fn integer_values(
     reader: &Reader<'_>,
     tile: Range<usize>,
 ) -> Vec<f32> {
-    let (scheme, head_dim) = (reader.scheme(Side::V), row.q.len());
+    let (scheme, dim) = (reader.scheme(Side::V), row.v_dim());
     let fine = row.is_fine(scheme, tile.start);
     let half_steps = matches!(scheme, Scheme::RotatedInt4 { .. });
     let bits = if half_steps && fine { 2 } else { 3 };
-    let len = head_dim / scheme.groups(head_dim);
-    let mut value = vec![0.0; head_dim];
+    let len = dim / scheme.groups(dim);
+    let mut value = vec![0.0; dim];
     for (g, value) in value.chunks_exact_mut(len).enumerate() {
         let params: Vec<_> = tile.clone().map(|t| reader.param(Side::V, t, g)).collect();
         let scaled = |(point, param): (&Option<i32>, &quant::Param)| {
@@ -334,7 +339,8 @@ fn integer_values(
 /// The dequantized element as the row reads it, without its per-tensor scale; rotated where the scheme is.
 fn dequantized(row: &QueryRow<'_>, reader: &Reader<'_>, side: Side, t: usize, d: usize) -> f32 {
     let scheme = reader.scheme(side);
-    let g = d / (row.q.len() / scheme.groups(row.q.len()));
+    let dim = row.problem.head_dim.of(side);
+    let g = d / (dim / scheme.groups(dim));
     let (code, param) = (reader.code(side, t, d), reader.param(side, t, g));
     match scheme {
         Scheme::RotatedInt4 { .. } if row.is_fine(scheme, t) => {
@@ -371,7 +377,7 @@ fn float_values(
     reader: &Reader<'_>,
     tile: Range<usize>,
 ) -> Vec<f32> {
-    let mut value = vec![0.0; row.q.len()];
+    let mut value = vec![0.0; row.v_dim()];
     for ((t, p), _) in tile.zip(p).zip(visible).filter(|(_, seen)| **seen) {
         for (d, value) in value.iter_mut().enumerate() {
             *value += p * dequantized(row, reader, Side::V, t, d);

@@ -14,11 +14,11 @@ pub(crate) struct State {
 }
 
 impl State {
-    pub fn empty(head_dim: usize) -> Self {
+    pub fn empty(dim: usize) -> Self {
         State {
             m: f32::NEG_INFINITY,
             l: 0.0,
-            o: vec![0.0; head_dim],
+            o: vec![0.0; dim],
         }
     }
 

@@ -2,7 +2,7 @@
 //!
 //! Native pages are read in place, and so is 16-bit V of views; [`crate::unpack`] converts everything else into panels that the thread owns.
 
-use attn_core::{Int8Scale, Scheme, arithmetic::TILE, format::MAX_GROUPS};
+use attn_core::{HeadDim, Int8Scale, Scheme, arithmetic::TILE, format::MAX_GROUPS};
 
 use crate::{
     grid,
@@ -155,11 +155,11 @@ impl Tile {
         s: S,
         reader: &Reader<'_>,
         [t0, tokens]: [usize; 2],
-        dim: usize,
+        dims: HeadDim,
         fine: [bool; 2],
     ) {
         self.tokens = tokens;
-        let scheme = reader.scheme(Side::K);
+        let (scheme, dim) = (reader.scheme(Side::K), dims.k);
         self.k_groups = scheme.groups(dim);
         self.k_has_shift = scheme.has_shifts();
         self.k_nibbles = scheme.code_bits() == 4 && !fine[0];
@@ -180,7 +180,7 @@ impl Tile {
         let unit = self.k_code.unit() / 16.0;
         half_step_scales(s, scheme, unit, &mut self.k_scale[..self.k_groups]);
 
-        let scheme = reader.scheme(Side::V);
+        let (scheme, dim) = (reader.scheme(Side::V), dims.v);
         self.v_groups = scheme.groups(dim);
         self.v_has_shift = scheme.has_shifts();
         self.v_nibbles = scheme.code_bits() == 4 && !fine[1];
@@ -264,12 +264,12 @@ impl Tile {
         s: S,
         reader: &Reader<'_>,
         [t0, tokens]: [usize; 2],
-        dim: usize,
+        dims: HeadDim,
         fine: [bool; 2],
     ) {
         self.tokens = tokens;
         for side in [Side::K, Side::V] {
-            let scheme = reader.scheme(side);
+            let (scheme, dim) = (reader.scheme(side), dims.of(side));
             let float = Float::of(scheme);
             if side == Side::K {
                 self.k_float = float;

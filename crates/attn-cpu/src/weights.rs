@@ -315,7 +315,7 @@ unsafe fn move_state<S: Simd, const R: usize>(s: S, rows: &mut QueryRows, row: u
         if alpha == 1.0 || rows.before[0][r] == f32::NEG_INFINITY {
             continue;
         }
-        let o = &mut rows.o.as_mut_slice()[(row + r) * rows.dim..][..rows.dim];
+        let o = &mut rows.o.as_mut_slice()[(row + r) * rows.dim.v..][..rows.dim.v];
         for o in o.chunks_exact_mut(S::LANES) {
             // SAFETY: LANES floats.
             unsafe {

@@ -2,7 +2,7 @@
 //!
 //! Few rows widen in registers instead, block by block (`float.rs`), and sum lanes for each token.
 
-use attn_core::arithmetic::TILE;
+use attn_core::{HeadDim, arithmetic::TILE};
 
 use crate::{
     fetch::Fetch,
@@ -30,34 +30,35 @@ impl WideTile {
         }
     }
 
-    /// Widens a tile of `dim` dims, and points it here.
+    /// Widens a tile of heads of `dim`, and points it here.
     ///
     /// # Safety
     /// The tile's places are readable.
     #[inline(always)]
-    pub unsafe fn widen<S: Simd>(&mut self, s: S, tile: &mut Tile, dim: usize) {
-        self.k.reserve(TILE * dim);
-        self.v.reserve(TILE * dim);
-        let k = self.k.as_mut_slice()[..TILE * dim].as_mut_ptr();
-        let v = self.v.as_mut_slice()[..TILE * dim].as_mut_ptr();
+    pub unsafe fn widen<S: Simd>(&mut self, s: S, tile: &mut Tile, dim: HeadDim) {
+        let HeadDim { k: k_dim, v: v_dim } = dim;
+        self.k.reserve(TILE * k_dim);
+        self.v.reserve(TILE * v_dim);
+        let k = self.k.as_mut_slice()[..TILE * k_dim].as_mut_ptr();
+        let v = self.v.as_mut_slice()[..TILE * v_dim].as_mut_ptr();
         // SAFETY: `k` and `v` hold a tile; the caller's contract.
         unsafe {
             match tile.k_float {
-                Float::F16 => widen_k::<S, F16>(s, tile, dim, k),
-                Float::Bf16 => widen_k::<S, BF16>(s, tile, dim, k),
-                Float::F32 | Float::Wide => widen_k::<S, F32>(s, tile, dim, k),
+                Float::F16 => widen_k::<S, F16>(s, tile, k_dim, k),
+                Float::Bf16 => widen_k::<S, BF16>(s, tile, k_dim, k),
+                Float::F32 | Float::Wide => widen_k::<S, F32>(s, tile, k_dim, k),
             }
             match tile.v_float {
-                Float::F16 => widen_v::<S, F16>(s, tile, dim, v),
-                Float::Bf16 => widen_v::<S, BF16>(s, tile, dim, v),
-                Float::F32 | Float::Wide => widen_v::<S, F32>(s, tile, dim, v),
+                Float::F16 => widen_v::<S, F16>(s, tile, v_dim, v),
+                Float::Bf16 => widen_v::<S, BF16>(s, tile, v_dim, v),
+                Float::F32 | Float::Wide => widen_v::<S, F32>(s, tile, v_dim, v),
             }
         }
         (tile.k_float, tile.v_float) = (Float::Wide, Float::Wide);
-        tile.k = std::array::from_fn(|i| k.wrapping_add(16 * i * dim).cast_const().cast());
-        tile.v = std::array::from_fn(|i| v.wrapping_add(16 * i * dim).cast_const().cast());
+        tile.k = std::array::from_fn(|i| k.wrapping_add(16 * i * k_dim).cast_const().cast());
+        tile.v = std::array::from_fn(|i| v.wrapping_add(16 * i * v_dim).cast_const().cast());
         // Panels of 8 dims are neighbours.
-        (tile.v_row, tile.v_stride) = (4 * dim, 32);
+        (tile.v_row, tile.v_stride) = (4 * v_dim, 32);
     }
 }
 
@@ -139,7 +140,7 @@ pub(crate) unsafe fn scores<S: Simd, const R: usize>(
     rows: &mut QueryRows,
     row: usize,
 ) {
-    let dim = rows.dim;
+    let dim = rows.dim.k;
     let q = rows.q.as_slice()[row * dim..][..R * dim].as_ptr();
     let out = rows.scores.as_mut_slice()[row * TILE..][..R * TILE].as_mut_ptr();
     for t in (0..tile.tokens).step_by(S::LANES) {

@@ -45,7 +45,7 @@ fn format(name: &str) -> KvFormat {
 type Sequences = Vec<[Vec<f32>; 2]>;
 
 fn sequences(problem: &Problem) -> Sequences {
-    let row = problem.num_kv_heads * problem.head_dim;
+    let row = problem.num_kv_heads * problem.head_dim.k;
     let one = |(b, len): (usize, &usize)| [1, 2].map(|side| noise(3 * b + side, len * row));
     problem.kv_lens.iter().enumerate().map(one).collect()
 }
@@ -100,16 +100,9 @@ fn agree_on(problem: &Problem, format: KvFormat, q: &[f32], sequences: &Sequence
 
 #[test]
 fn full_and_open_pages_of_every_format_have_the_references_bits() {
-    let mut problem = Problem::new(
-        Heads {
-            q: 2,
-            kv: 1,
-            dim: 64,
-        },
-        vec![70, 0, 257],
-    );
+    let mut problem = Problem::new(Heads::new(2, 1, 64), vec![70, 0, 257]);
     problem.q_lens = vec![2; problem.batch()];
-    let (q, sequences) = (noise(9, problem.elements()), sequences(&problem));
+    let (q, sequences) = (noise(9, problem.out_elements()), sequences(&problem));
     for name in FORMATS {
         agree_on(&problem, format(name), &q, &sequences);
     }
@@ -117,17 +110,10 @@ fn full_and_open_pages_of_every_format_have_the_references_bits() {
 
 #[test]
 fn masks_caps_and_slopes_have_the_references_bits() {
-    let mut problem = Problem::new(
-        Heads {
-            q: 4,
-            kv: 2,
-            dim: 64,
-        },
-        vec![3, 300],
-    );
+    let mut problem = Problem::new(Heads::new(4, 2, 64), vec![3, 300]);
     problem.q_lens = vec![3; problem.batch()];
     problem.scores.alibi_slopes = Some(vec![0.5, 0.25, 0.125, 0.0]);
-    let (q, sequences) = (noise(9, problem.elements()), sequences(&problem));
+    let (q, sequences) = (noise(9, problem.out_elements()), sequences(&problem));
     for (causal, window, cap) in [
         (true, Some(70), None),
         (true, Some(0), Some(5.0)),
@@ -146,15 +132,8 @@ fn masks_caps_and_slopes_have_the_references_bits() {
 
 #[test]
 fn segments_with_far_maxima_have_the_references_bits() {
-    let problem = Problem::new(
-        Heads {
-            q: 2,
-            kv: 1,
-            dim: 64,
-        },
-        vec![700],
-    );
-    let (q, mut sequences) = (noise(9, problem.elements()), sequences(&problem));
+    let problem = Problem::new(Heads::new(2, 1, 64), vec![700]);
+    let (q, mut sequences) = (noise(9, problem.out_elements()), sequences(&problem));
     // The scores of the second segment are hundreds above those of the first and the third.
     let second = &mut sequences[0][0][256 * 64..512 * 64];
     second.iter_mut().for_each(|x| *x *= 100.0);
@@ -165,15 +144,8 @@ fn segments_with_far_maxima_have_the_references_bits() {
 
 #[test]
 fn zeros_and_small_numbers_have_the_references_bits() {
-    let problem = Problem::new(
-        Heads {
-            q: 2,
-            kv: 1,
-            dim: 64,
-        },
-        vec![130, 5],
-    );
-    let q = noise(9, problem.elements());
+    let problem = Problem::new(Heads::new(2, 1, 64), vec![130, 5]);
+    let q = noise(9, problem.out_elements());
     for by in [0.0, 0.01] {
         let mut scaled = sequences(&problem);
         let numbers = scaled.iter_mut().flatten().flatten();
@@ -188,15 +160,8 @@ fn zeros_and_small_numbers_have_the_references_bits() {
 #[test]
 fn six_spans_of_one_sequence_have_the_references_bits() {
     // One thread takes whole spans, whose states are merged one by one; others would be grouped.
-    let problem = Problem::new(
-        Heads {
-            q: 1,
-            kv: 1,
-            dim: 64,
-        },
-        vec![5 * 1024 + 300],
-    );
-    let (q, sequences) = (noise(9, problem.elements()), sequences(&problem));
+    let problem = Problem::new(Heads::new(1, 1, 64), vec![5 * 1024 + 300]);
+    let (q, sequences) = (noise(9, problem.out_elements()), sequences(&problem));
     agree_on(&problem, KvFormat::INT8, &q, &sequences);
 }
 
@@ -204,13 +169,9 @@ fn six_spans_of_one_sequence_have_the_references_bits() {
 fn a_prompt_of_one_split_that_ends_in_its_second_span_has_the_references_bits() {
     // As many query tokens and heads as are not cut into spans, so that one split merges its spans: the second is of one segment, and not the first.
     for (len, q_len) in [(1100, 20), (1280, 33)] {
-        let heads = Heads {
-            q: 4,
-            kv: 4,
-            dim: 64,
-        };
+        let heads = Heads::new(4, 4, 64);
         let problem = Problem::new(heads, vec![len]).q_len(q_len);
-        let (q, sequences) = (noise(9, problem.elements()), sequences(&problem));
+        let (q, sequences) = (noise(9, problem.out_elements()), sequences(&problem));
         for name in ["int8", "bf16"] {
             agree_on(&problem, format(name), &q, &sequences);
         }
@@ -220,7 +181,7 @@ fn a_prompt_of_one_split_that_ends_in_its_second_span_has_the_references_bits() 
 /// Rows of a view, `[sequence][token][head]`, with the f16 scales that the scheme has.
 fn rows(scheme: Scheme, seed: usize, problem: &Problem, capacity: usize) -> (Vec<u8>, Vec<u16>) {
     let rows = problem.batch() * capacity * problem.num_kv_heads;
-    let numbers = noise(seed, rows * problem.head_dim);
+    let numbers = noise(seed, rows * problem.head_dim.k);
     let code = |x: &f32| match scheme {
         Scheme::F16 => half::f16::from_f32(*x).to_le_bytes().to_vec(),
         Scheme::Bf16 => half::bf16::from_f32(*x).to_le_bytes().to_vec(),
@@ -228,7 +189,7 @@ fn rows(scheme: Scheme, seed: usize, problem: &Problem, capacity: usize) -> (Vec
     };
     let scale = |i: usize| half::f16::from_f32(0.01 + (i % 13) as f32 * 0.003).to_bits();
     let groups = if scheme.has_row_scales() {
-        rows * scheme.groups(problem.head_dim)
+        rows * scheme.groups(problem.head_dim.k)
     } else {
         0
     };
@@ -239,15 +200,8 @@ fn rows(scheme: Scheme, seed: usize, problem: &Problem, capacity: usize) -> (Vec
 #[test]
 fn views_of_two_schemes_have_the_references_bits() {
     let (heads, dim, capacity) = (2, 64, 90);
-    let problem = Problem::new(
-        Heads {
-            q: 4,
-            kv: heads,
-            dim,
-        },
-        vec![70, 0, 90],
-    );
-    let q = noise(9, problem.elements());
+    let problem = Problem::new(Heads::new(4, heads, dim), vec![70, 0, 90]);
+    let q = noise(9, problem.out_elements());
     for name in [
         "int8-plain/fp8",
         "bf16/int8-plain",
@@ -282,16 +236,9 @@ fn views_of_two_schemes_have_the_references_bits() {
 #[test]
 fn query_tokens_on_both_sides_of_a_tile_read_residuals_each_by_its_own_position() {
     for len in [129, 190, 257, 320] {
-        let mut problem = Problem::new(
-            Heads {
-                q: 2,
-                kv: 1,
-                dim: 64,
-            },
-            vec![len],
-        );
+        let mut problem = Problem::new(Heads::new(2, 1, 64), vec![len]);
         problem.q_lens = vec![5; problem.batch()];
-        let (q, sequences) = (noise(9, problem.elements()), sequences(&problem));
+        let (q, sequences) = (noise(9, problem.out_elements()), sequences(&problem));
         for name in ["int4", "int8/int4", "int4-w4/int4", "int4/int4-g1"] {
             for causal in [true, false] {
                 problem.scores.causal = causal;
@@ -305,14 +252,7 @@ fn query_tokens_on_both_sides_of_a_tile_read_residuals_each_by_its_own_position(
 fn plans_are_one_piece_without_a_workspace_and_of_formats_that_there_are() {
     let backends: [&dyn DecodeAttention; 2] = [&Reference::new(), &CpuBackend::new()];
     for backend in backends {
-        let problem = Problem::new(
-            Heads {
-                q: 2,
-                kv: 1,
-                dim: 80,
-            },
-            vec![5],
-        );
+        let problem = Problem::new(Heads::new(2, 1, 80), vec![5]);
         let plan = backend.plan(&problem, KvFormat::INT8).unwrap();
         assert_eq!(plan.problem(), &problem);
         for name in ["int8-g32", "int4-g4"] {

@@ -51,14 +51,7 @@ fn allocations() -> usize {
 fn counted(format: &str, threads: usize, apart: usize) -> Vec<usize> {
     let format: KvFormat = format.parse().unwrap();
     let (heads, dim, lens) = (2, 64, vec![700, 65, 3]);
-    let mut problem = Problem::new(
-        Heads {
-            q: 4 * heads,
-            kv: heads,
-            dim,
-        },
-        lens.clone(),
-    );
+    let mut problem = Problem::new(Heads::new(4 * heads, heads, dim), lens.clone());
     problem.q_lens = vec![2; problem.batch()];
     let mut config = CacheConfig::builder(format, problem.heads())
         .unit_tensor_scales()

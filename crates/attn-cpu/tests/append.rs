@@ -2,10 +2,8 @@
 
 use attn_conformance::noise::Noise;
 use attn_core::{
-    Append, CacheConfig, DecodeAttention, Heads, KvCache, KvFormat, Scheme,
-    layout::{HEAD_DIMS, PAGE_SIZES},
-    quant,
-    rotation::rotate_back,
+    Append, CacheConfig, DecodeAttention, HEAD_DIMS, Heads, KvCache, KvFormat, Scheme,
+    layout::PAGE_SIZES, quant, rotation::rotate_back,
 };
 use attn_cpu::{CpuBackend, Isa, Options, Reference};
 use half::f16;
@@ -114,7 +112,7 @@ fn tokens(count: usize, dim: usize, scheme: Scheme, scale: f32, random: &mut Ran
 /// Appends in pieces of several sizes to two sequences, and gives the bytes of their pages.
 fn bytes(backend: &dyn DecodeAttention, config: &CacheConfig, kv: &[Vec<f32>; 2]) -> Vec<Vec<u8>> {
     let mut cache: KvCache = backend.create_cache(config).unwrap();
-    let row = config.num_kv_heads * config.head_dim;
+    let row = config.num_kv_heads * config.head_dim.k;
     let total = kv[0].len() / row;
     let mut at = 0;
     for (i, piece) in [1, 7, 1, 60, 3, usize::MAX].into_iter().enumerate() {
@@ -149,11 +147,7 @@ fn compare(format: KvFormat, dim: usize, page_size: usize, count: usize, seed: u
         return;
     }
     let (kv_heads, mut random) = (3, Random(Noise::new(seed)));
-    let heads = Heads {
-        q: kv_heads,
-        kv: kv_heads,
-        dim,
-    };
+    let heads = Heads::new(kv_heads, kv_heads, dim);
     let mut config = CacheConfig::builder(format, heads)
         .centres(false)
         .unit_tensor_scales()

@@ -21,7 +21,7 @@ struct Inputs {
 fn inputs(problem: &Problem) -> Inputs {
     let mut next = noise(7);
     let kv = problem.kv_lens.iter().map(|len| {
-        let n = len * problem.num_kv_heads * problem.head_dim;
+        let n = len * problem.num_kv_heads * problem.head_dim.k;
         // Every second token is larger, so that scales and maxima move.
         let mut side = || -> Vec<f32> {
             (0..n)
@@ -31,7 +31,7 @@ fn inputs(problem: &Problem) -> Inputs {
         [side(), side()]
     });
     let kv = kv.collect();
-    let q = (0..problem.rows() * problem.head_dim)
+    let q = (0..problem.rows() * problem.head_dim.k)
         .map(|_| next())
         .collect();
     Inputs { kv, q }
@@ -107,14 +107,7 @@ fn compare(
 
 #[test]
 fn bits_equal_reference_for_every_pair_isa_and_thread_count() {
-    let mut problem = Problem::new(
-        Heads {
-            q: 6,
-            kv: 2,
-            dim: 128,
-        },
-        vec![0, 1, 65, 333, 1100],
-    );
+    let mut problem = Problem::new(Heads::new(6, 2, 128), vec![0, 1, 65, 333, 1100]);
     problem.q_lens = vec![2; problem.batch()];
     let inputs = inputs(&problem);
     for k in Scheme::ALL {
@@ -154,11 +147,7 @@ fn bits_equal_reference_for_every_head_dim_and_page_size() {
         for page_size in [16, 32, 64, 128] {
             // Few rows and many: the kernels of many rows unpack a tile first.
             let problem = Problem::new(
-                Heads {
-                    q: if page_size == 64 { 15 } else { 5 },
-                    kv: 1,
-                    dim: head_dim,
-                },
+                Heads::new(if page_size == 64 { 15 } else { 5 }, 1, head_dim),
                 vec![331, 129],
             );
             let inputs = inputs(&problem);
@@ -184,14 +173,7 @@ fn bits_equal_reference_for_every_head_dim_and_page_size() {
 fn bits_equal_reference_for_every_mask_and_number_of_rows() {
     for (q_len, q_heads, kv_heads) in [(1, 1, 1), (3, 7, 1), (5, 4, 2), (16, 4, 1), (1, 64, 1)] {
         for variant in 0..6 {
-            let mut problem = Problem::new(
-                Heads {
-                    q: q_heads,
-                    kv: kv_heads,
-                    dim: 64,
-                },
-                vec![3, 200, 577],
-            );
+            let mut problem = Problem::new(Heads::new(q_heads, kv_heads, 64), vec![3, 200, 577]);
             problem.q_lens = vec![q_len; problem.batch()];
             problem.scores.causal = variant % 2 == 0;
             if variant == 2 || variant == 3 {
@@ -231,14 +213,7 @@ fn bits_equal_reference_for_every_mask_and_number_of_rows() {
 #[test]
 fn bits_equal_reference_on_long_sequences_and_far_maxima() {
     for (len, rows) in [(20_000, 2), (70_000, 1)] {
-        let mut problem = Problem::new(
-            Heads {
-                q: rows,
-                kv: 1,
-                dim: 64,
-            },
-            vec![len],
-        );
+        let mut problem = Problem::new(Heads::new(rows, 1, 64), vec![len]);
         problem.scores.softmax_scale = Some(3.0);
         let inputs = inputs(&problem);
         for format in [KvFormat::INT8, KvFormat::INT4, KvFormat::same(Scheme::F16)] {
@@ -258,14 +233,7 @@ fn bits_equal_reference_on_long_sequences_and_far_maxima() {
 #[test]
 fn bits_equal_reference_on_views() {
     let (batch, heads, capacity, dim) = (2, 2, 210, 80);
-    let mut problem = Problem::new(
-        Heads {
-            q: 6,
-            kv: heads,
-            dim,
-        },
-        vec![0; batch],
-    );
+    let mut problem = Problem::new(Heads::new(6, heads, dim), vec![0; batch]);
     problem.kv_lens = vec![201, 77];
     let mut next = noise(3);
     let q: Vec<f32> = (0..problem.rows() * dim).map(|_| next()).collect();
@@ -325,14 +293,7 @@ fn bits_equal_reference_where_scores_leave_the_grid() {
         (3, true, Some(1000.0)),
         (2, false, Some(1000.0)),
     ] {
-        let mut problem = Problem::new(
-            Heads {
-                q: heads,
-                kv: 1,
-                dim,
-            },
-            vec![389, 70],
-        );
+        let mut problem = Problem::new(Heads::new(heads, 1, dim), vec![389, 70]);
         problem.q_lens = vec![q_len; 2];
         problem.scores.softcap = softcap;
         problem.scores.window_left = (q_len == 3).then_some(150);

@@ -8,7 +8,7 @@ use attn_cpu::{CpuBackend, Reference};
 use rayon::ThreadPoolBuilder;
 
 fn cache(problem: &Problem, format: KvFormat) -> KvCache {
-    let (heads, dim) = (problem.num_kv_heads, problem.head_dim);
+    let (heads, dim) = (problem.num_kv_heads, problem.head_dim.k);
     let config = CacheConfig::builder(format, problem.heads())
         .unit_tensor_scales()
         .lens(problem.kv_lens.iter().copied())
@@ -23,7 +23,7 @@ fn cache(problem: &Problem, format: KvFormat) -> KvCache {
 
 fn bits(backend: &dyn DecodeAttention, problem: &Problem, cache: &KvCache) -> Vec<u32> {
     let plan = backend.plan(problem, cache.config().format).unwrap();
-    let q = uniform(99, 0..problem.elements());
+    let q = uniform(99, 0..problem.out_elements());
     let (mut out, mut lse) = (vec![f32::NAN; q.len()], vec![f32::NAN; problem.rows()]);
     let kv = KvSource::Cache(cache);
     let mut step = DecodeStep::new(&plan, &q, kv, &mut out)
@@ -53,14 +53,7 @@ fn sequences_around_the_edges_of_segments_and_spans_have_the_references_bits() {
     // Segments of 256 tokens, spans of 1024.
     let lens = vec![0, 1, 256, 257, 1024, 1025, 0, 2100, 64];
     for format in [KvFormat::INT8, "bf16".parse().unwrap()] {
-        let mut problem = Problem::new(
-            Heads {
-                q: 2,
-                kv: 1,
-                dim: 64,
-            },
-            lens.clone(),
-        );
+        let mut problem = Problem::new(Heads::new(2, 1, 64), lens.clone());
         compare(&problem, format, &[1, 2, 16]);
         (problem.num_q_heads, problem.num_kv_heads) = (4, 4);
         (problem.kv_lens, problem.q_lens) = (vec![1300, 300], vec![1, 20]);
@@ -71,14 +64,7 @@ fn sequences_around_the_edges_of_segments_and_spans_have_the_references_bits() {
 #[test]
 fn many_rows_of_many_states_have_the_references_bits() {
     // So many that they are merged by several threads.
-    let mut problem = Problem::new(
-        Heads {
-            q: 8,
-            kv: 2,
-            dim: 64,
-        },
-        vec![1100, 0, 700, 5],
-    );
+    let mut problem = Problem::new(Heads::new(8, 2, 64), vec![1100, 0, 700, 5]);
     problem.q_lens = vec![16; problem.batch()];
     compare(&problem, KvFormat::INT8, &[1, 2, 16]);
 }
@@ -87,23 +73,9 @@ fn many_rows_of_many_states_have_the_references_bits() {
 fn one_backend_takes_steps_of_any_size_one_after_the_other() {
     let backend = CpuBackend::new();
     for lens in [vec![1500, 40], vec![3], vec![], vec![0, 0], vec![700; 3]] {
-        let problem = Problem::new(
-            Heads {
-                q: 2,
-                kv: 2,
-                dim: 64,
-            },
-            lens,
-        );
+        let problem = Problem::new(Heads::new(2, 2, 64), lens);
         if problem.batch() == 0 {
-            let one = Problem::new(
-                Heads {
-                    q: 2,
-                    kv: 2,
-                    dim: 64,
-                },
-                vec![0],
-            );
+            let one = Problem::new(Heads::new(2, 2, 64), vec![0]);
             assert!(bits(&backend, &problem, &cache(&one, KvFormat::INT4)).is_empty());
             continue;
         }

@@ -1,7 +1,9 @@
 //! Scores that count on the grid from a base far from its middle, and from one that is not on it: every instruction set has the reference's bits.
 
 use attn_conformance::{check::first_difference, noise::uniform};
-use attn_core::{CacheConfig, DecodeAttention, DecodeStep, Heads, KvFormat, KvSource, Problem};
+use attn_core::{
+    CacheConfig, DecodeAttention, DecodeStep, HeadDim, Heads, KvFormat, KvSource, Problem,
+};
 use attn_cpu::{CpuBackend, Isa, Options, Reference};
 
 const DIM: usize = 64;
@@ -9,7 +11,7 @@ const TOKENS: usize = 190;
 const HEADS: Heads = Heads {
     q: 4,
     kv: 1,
-    dim: DIM,
+    dim: HeadDim::same(DIM),
 };
 
 /// Keys that are near one vector in the first tile and near `factor` times it behind, and queries along it, whose scores against it are about `score` in base 2.

@@ -6,15 +6,15 @@ use std::arch::asm;
 
 use attn_conformance::noise;
 use attn_core::{
-    CacheConfig, DecodeAttention, DecodeStep, Heads, KvFormat, KvSource, Problem, SpanStates,
-    SpansStep,
+    CacheConfig, DecodeAttention, DecodeStep, HeadDim, Heads, KvFormat, KvSource, Problem,
+    SpanStates, SpansStep,
 };
 use attn_cpu::{CpuBackend, Options, Reference};
 
 const HEADS: Heads = Heads {
     q: 4,
     kv: 2,
-    dim: 64,
+    dim: HeadDim::same(64),
 };
 
 /// Modes in which a thread comes: those that flush subnormals, and those that round towards zero besides.
@@ -88,7 +88,7 @@ fn results(backend: &dyn DecodeAttention, format: KvFormat, other: Option<u64>) 
     config.k_tensor_scales.fill(0.02);
     config.v_tensor_scales.fill(1e-15);
     let mut cache = backend.create_cache(&config).unwrap();
-    let row = HEADS.kv * HEADS.dim;
+    let row = HEADS.kv * HEADS.dim.k;
     let lens = [1300, 70];
     for (b, len) in lens.into_iter().enumerate() {
         // V about the smallest normal number, so that elements, weighted elements and outputs are subnormal.
@@ -106,7 +106,7 @@ fn results(backend: &dyn DecodeAttention, format: KvFormat, other: Option<u64>) 
         .q_lens([2, 20])
         .sinks([0.5, -1.0, 2.0, 0.0]);
     let plan = backend.plan(&problem, format).unwrap();
-    let q = noise(9, problem.elements(), 1.0);
+    let q = noise(9, problem.out_elements(), 1.0);
     let (mut out, mut lse) = (vec![f32::NAN; q.len()], vec![f32::NAN; problem.rows()]);
     let mut step = DecodeStep::new(&plan, &q, KvSource::Cache(&cache), &mut out)
         .and_then(|step| step.with_lse(&mut lse))

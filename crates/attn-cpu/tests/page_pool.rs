@@ -2,15 +2,15 @@
 
 use attn_conformance::noise::Noise;
 use attn_core::{
-    Append, CacheConfig, DecodeAttention, DecodeStep, Error, Heads, KvCache, KvFormat, KvSource,
-    PageLayout, PagePool, Problem, ScoreModifiers,
+    Append, CacheConfig, DecodeAttention, DecodeStep, Error, HeadDim, Heads, KvCache, KvFormat,
+    KvSource, PageLayout, PagePool, Problem, ScoreModifiers,
 };
 use attn_cpu::{CpuBackend, Options, Reference};
 
 const HEADS: Heads = Heads {
     q: 6,
     kv: 2,
-    dim: 64,
+    dim: HeadDim::same(64),
 };
 const FORMATS: [&str; 10] = [
     "int8",
@@ -81,7 +81,7 @@ impl Both {
                 }));
                 *done += tokens;
             }
-            let n = slots.len() * HEADS.kv * HEADS.dim;
+            let n = slots.len() * HEADS.kv * HEADS.dim.k;
             let (k, v) = (numbers(n, &mut random), numbers(n, &mut random));
             cache.append_batch(&appends, &k, &v).unwrap();
             backend
@@ -123,7 +123,7 @@ impl Both {
         problem: &Problem,
         kv: KvSource<'_>,
     ) -> (Vec<u32>, Vec<u32>) {
-        let q = numbers(problem.rows() * HEADS.dim, &mut Noise::new(11));
+        let q = numbers(problem.rows() * HEADS.dim.k, &mut Noise::new(11));
         let (mut out, mut lse) = (vec![0.0; q.len()], vec![0.0; problem.rows()]);
         let plan = backend.plan(problem, self.layout().format()).unwrap();
         let step = DecodeStep::new(&plan, &q, kv, &mut out).unwrap();
@@ -168,7 +168,7 @@ fn a_pool_has_the_bytes_and_the_bits_of_a_cache() {
 #[test]
 fn tokens_without_a_slot_may_be_anything_and_go_nowhere() {
     let (backend, layout) = (CpuBackend::new(), layout("int8", 16));
-    let row = HEADS.kv * HEADS.dim;
+    let row = HEADS.kv * HEADS.dim.k;
     let mut random = Noise::new(3);
     let (mut k, v) = (numbers(3 * row, &mut random), numbers(3 * row, &mut random));
     let mut alone = vec![0; 2 * layout.page_bytes()];
@@ -198,7 +198,7 @@ fn tokens_without_a_slot_may_be_anything_and_go_nowhere() {
 #[test]
 fn what_does_not_fit_is_refused_and_changes_nothing() {
     let (backend, layout) = (CpuBackend::new(), layout("int8", 16));
-    let (page, row) = (layout.page_bytes(), HEADS.kv * HEADS.dim);
+    let (page, row) = (layout.page_bytes(), HEADS.kv * HEADS.dim.k);
     let (k, mut bad) = (vec![0.5; 2 * row], vec![0.5; 2 * row]);
     bad[2 * row - 1] = f32::INFINITY;
     let mut pool = vec![0; 2 * page];
@@ -276,7 +276,7 @@ fn bytes_that_no_append_has_written_do_no_harm() {
             let table: Vec<u32> = (0..8).collect();
             let kv = PagePool::new(&layout, &pool, &table, &[250]).unwrap();
             let problem = Problem::new(HEADS, [250]).q_lens(vec![9]);
-            let q = numbers(problem.rows() * HEADS.dim, &mut random);
+            let q = numbers(problem.rows() * HEADS.dim.k, &mut random);
             let mut out = vec![0.0; q.len()];
             let plan = backend.plan(&problem, format(name)).unwrap();
             let mut step = DecodeStep::new(&plan, &q, KvSource::Pool(&kv), &mut out).unwrap();

@@ -4,15 +4,15 @@ use std::ops::Range;
 
 use attn_conformance::noise::uniform;
 use attn_core::{
-    CacheConfig, DecodeAttention, DecodeStep, Error, Heads, KvCache, KvFormat, KvSource, Problem,
-    SpanStates, SpansStep,
+    CacheConfig, DecodeAttention, DecodeStep, Error, HeadDim, Heads, KvCache, KvFormat, KvSource,
+    Problem, SpanStates, SpansStep,
 };
 use attn_cpu::{CpuBackend, Isa, Options, Reference};
 
 const HEADS: Heads = Heads {
     q: 6,
     kv: 2,
-    dim: 64,
+    dim: HeadDim::same(64),
 };
 
 /// Sequences of so many tokens and query tokens, in shards that end at the same spans.
@@ -36,7 +36,7 @@ impl Case {
     }
 
     fn q(&self) -> Vec<f32> {
-        uniform(1, 0..self.problem.elements())
+        uniform(1, 0..self.problem.out_elements())
             .iter()
             .map(|x| 4.0 * x)
             .collect()
@@ -83,7 +83,7 @@ impl Case {
             .build();
         (config.k_tensor_scales, config.v_tensor_scales) = (k_scales, v_scales);
         let mut cache = backend.create_cache(&config)?;
-        let row = HEADS.kv * HEADS.dim;
+        let row = HEADS.kv * HEADS.dim.k;
         for (b, (len, q_len)) in self
             .problem
             .kv_lens
@@ -109,7 +109,7 @@ impl Case {
     fn whole(&self, backend: &dyn DecodeAttention) -> Result<(Vec<f32>, Vec<f32>), Error> {
         let cache = self.cache(backend, |len| 0..len)?;
         let plan = backend.plan(&self.problem, self.format)?;
-        let (q, mut out) = (self.q(), vec![f32::NAN; self.problem.elements()]);
+        let (q, mut out) = (self.q(), vec![f32::NAN; self.problem.out_elements()]);
         let mut lse = vec![f32::NAN; self.problem.rows()];
         let step = DecodeStep::new(&plan, &q, KvSource::Cache(&cache), &mut out)?;
         backend.decode(&mut step.with_lse(&mut lse)?)?;
@@ -149,7 +149,7 @@ impl Case {
     }
 
     fn finished(&self, shards: &[SpanStates]) -> Result<(Vec<f32>, Vec<f32>), Error> {
-        let mut out = vec![f32::NAN; self.problem.elements()];
+        let mut out = vec![f32::NAN; self.problem.out_elements()];
         let mut lse = vec![f32::NAN; self.problem.rows()];
         let [_, v_scales] = self.scales();
         SpanStates::finish(
@@ -274,7 +274,7 @@ fn a_shard_that_merges_its_spans_has_other_bits() -> Result<(), Error> {
     let cpu = CpuBackend::new();
     let shards = case.shards(&cpu, |step| cpu.attend_spans(step))?;
     assert_eq!(shards[1].spans(), 2);
-    let (rows, dim) = (case.problem.rows(), HEADS.dim);
+    let (rows, dim) = (case.problem.rows(), HEADS.dim.v);
     let (mut max_sums, mut o) = (Vec::new(), Vec::new());
     for row in 0..rows {
         let of = |span: usize| {

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use attn_core::{
-    CacheConfig, DecodeAttention, DecodeStep, Heads, KvCache, KvFormat, KvSource, Problem,
+    CacheConfig, DecodeAttention, DecodeStep, HeadDim, Heads, KvCache, KvFormat, KvSource, Problem,
 };
 use attn_cpu::{CpuBackend, Options};
 use rayon::{ThreadPoolBuilder, current_num_threads, current_thread_index};
@@ -118,7 +118,7 @@ fn numbers_of_threads_beyond_any_machine_are_refused() {
 const HEADS: Heads = Heads {
     q: 8,
     kv: 2,
-    dim: 64,
+    dim: HeadDim::same(64),
 };
 
 fn filled(backend: &CpuBackend, tokens: usize) -> KvCache {

@@ -39,28 +39,17 @@ fn main() -> Result<(), Box<dyn Error>> {
 
     // Once: what is stored, and the longest lengths to come.
     let format = KvFormat::INT4;
-    let mut config = CacheConfig::builder(
-        format,
-        Heads {
-            q: KV_HEADS,
-            kv: KV_HEADS,
-            dim: HEAD_DIM,
-        },
-    )
-    .sequences(BATCH)
-    .max_len(MAX_LEN)
-    .build();
+    let mut config = CacheConfig::builder(format, Heads::new(KV_HEADS, KV_HEADS, HEAD_DIM))
+        .sequences(BATCH)
+        .max_len(MAX_LEN)
+        .build();
     config.page_size = PAGE_SIZE;
     let append = gpu.prepare_op(AppendShape {
         layout: config.layout()?,
         rotary: false,
     })?;
     let problem = Problem::new(
-        Heads {
-            q: Q_HEADS,
-            kv: KV_HEADS,
-            dim: HEAD_DIM,
-        },
+        Heads::new(Q_HEADS, KV_HEADS, HEAD_DIM),
         vec![MAX_LEN; BATCH],
     );
     let plan = gpu.prepare(&problem, format, KvLayout::Pages(PAGE_SIZE))?;

@@ -55,7 +55,7 @@ impl CudaBackend {
         );
         let plan = planned.native((results.kind(), layout, has_centres), step.plan())?;
         let q = step.q().packed(0..problem.query_tokens())?;
-        check_elements(problem, "q", &q)?;
+        check_elements(problem, problem.head_dim.k, "q", &q)?;
         let at_q = parts.add(&q)?;
         let mut places = [None; 2];
         for (place, result) in places.iter_mut().zip(results.slices()) {
@@ -214,13 +214,18 @@ fn is_shard(problem: &Problem) -> bool {
 
 /// Refuses slices of other lengths than the problem's.
 fn check_lengths(problem: &Problem, out: &[f32], lse: Option<&[f32]>) -> Result<(), Error> {
-    check_elements(problem, "out", out)?;
+    check_elements(problem, problem.head_dim.v, "out", out)?;
     let rows = problem.rows();
     check_length("lse", lse.map_or(rows, <[f32]>::len), rows)
 }
 
-fn check_elements(problem: &Problem, what: &'static str, x: &[f32]) -> Result<(), Error> {
-    let sizes = [problem.rows(), problem.head_dim];
+fn check_elements(
+    problem: &Problem,
+    dim: usize,
+    what: &'static str,
+    x: &[f32],
+) -> Result<(), Error> {
+    let sizes = [problem.rows(), dim];
     check_length(
         what,
         x.len(),
@@ -298,7 +303,7 @@ impl DecodeAttention for CudaBackend {
 
     fn attend_spans(&self, step: &SpansStep<'_>) -> Result<SpanStates, Error> {
         let inputs = step.inputs();
-        let (rows, dim) = (inputs.problem().rows(), inputs.problem().head_dim);
+        let (rows, dim) = (inputs.problem().rows(), inputs.problem().head_dim.v);
         let spans = |problem: &Problem| {
             let longest = problem.kv_lens.iter().copied().max();
             num_spans(longest.unwrap_or(0)).max(1)

@@ -46,7 +46,7 @@ impl Centres {
     pub(crate) fn new(gpu: &CudaBackend, config: &CacheConfig) -> Result<Self, Error> {
         let make = gpu.prepare_op(config.layout()?)?;
         let (layers, sequences) = (config.layers, config.num_sequences);
-        let bytes = centres_bytes(config.num_kv_heads, config.head_dim);
+        let bytes = centres_bytes(config.num_kv_heads, config.head_dim.k);
         let all = sizes::product("bytes of centres of K", &[layers, sequences, bytes])?;
         // Kernels name a sequence and a centre by 32 bits.
         sizes::int("sequences with centres of K", sequences)?;

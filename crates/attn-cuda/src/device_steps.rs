@@ -64,14 +64,14 @@ impl CudaSteps {
         q: &DeviceRows<'_>,
         results: &DeviceResults<'_>,
     ) -> Result<(AttentionRows, Stream), Error> {
-        check_shape(q, attended.rows())?;
+        check_shape(q, attended.problem().q_shape())?;
         let mut call = self.call();
         let (q, dtype) = call.queries(q)?;
         let null = DeviceAddress::NULL;
         let (mut out_at, mut lse_at, mut states) = (null, null, None);
         match results {
             DeviceResults::Rows { out, lse } => {
-                check_shape(out, attended.rows())?;
+                check_shape(out, attended.problem().out_shape())?;
                 out_at = call.results(out, dtype, "q")?;
                 if let Some(lse) = lse {
                     check_shape(lse, attended.lse_rows())?;

@@ -86,12 +86,12 @@ impl DeviceTables {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use attn_core::{Heads, KvFormat};
+    use attn_core::{HeadDim, Heads, KvFormat};
 
     const HEADS: Heads = Heads {
         q: 1,
         kv: 1,
-        dim: 64,
+        dim: HeadDim::same(64),
     };
 
     fn page_table(pages: &[&[u32]], residuals: &[&[u32]]) -> PageTable {

@@ -45,7 +45,7 @@ impl Explanation {
     /// use attn_core::{Heads, KvFormat, Problem};
     /// use attn_cuda::{Explanation, native::KvLayout};
     ///
-    /// let problem = Problem::new(Heads { q: 32, kv: 8, dim: 128 }, [8192]);
+    /// let problem = Problem::new(Heads::new(32, 8, 128), [8192]);
     /// let explained = Explanation::on_h200(&problem, KvFormat::INT8, KvLayout::Pages(64))?;
     /// assert_eq!(explained.kernels.iter().filter(|kernel| kernel.is_chosen).count(), 1);
     /// # Ok::<(), attn_core::Error>(())

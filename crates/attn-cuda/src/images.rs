@@ -194,6 +194,7 @@ fn without_compiler(error: ImageError, cache: Option<CacheError>) -> ImageError 
 
 #[cfg(test)]
 mod tests {
+    use attn_core::HeadDim;
     use attn_kernels::cuda::Arch;
 
     use super::*;
@@ -237,33 +238,33 @@ mod tests {
         for arch in [Arch::Sm80, Arch::Sm90a, Arch::Compute80] {
             let append = Instance::Append {
                 format: attn_core::KvFormat::INT4,
-                head_dim: 80,
+                head_dim: HeadDim::same(80),
                 page_size: 64,
                 rotary: false,
             };
             let import = Instance::Import {
                 format: "fp8/int8-g32".parse().unwrap(),
-                head_dim: 96,
+                head_dim: HeadDim::same(96),
                 page_size: 32,
             };
             let export = Instance::Export {
                 format: attn_core::KvFormat::INT4,
-                head_dim: 96,
+                head_dim: HeadDim::same(96),
                 page_size: 32,
             };
             let dequantize = Instance::Dequantize {
                 format: attn_core::KvFormat::INT4,
-                head_dim: 96,
+                head_dim: HeadDim::same(96),
                 page_size: 16,
             };
             let gather = Instance::GatherPages {
                 format: attn_core::KvFormat::INT4,
-                head_dim: 80,
+                head_dim: HeadDim::same(80),
                 page_size: 32,
             };
             let rows = Instance::DequantizeRows {
                 format: "int8-g32/fp8".parse().unwrap(),
-                head_dim: 80,
+                head_dim: HeadDim::same(80),
                 page_size: 16,
             };
             let (copy, merge) = (Instance::CopyPages, Instance::MergeStates);

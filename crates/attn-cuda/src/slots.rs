@@ -126,7 +126,7 @@ mod tests {
     fn writes(format: KvFormat) -> (PageLayout, Vec<TokenWrite>) {
         let [heads, dim] = LAYOUT;
         let (q, kv) = (heads, heads);
-        let builder = CacheConfig::builder(format, Heads { q, kv, dim }).centres(false);
+        let builder = CacheConfig::builder(format, Heads::new(q, kv, dim)).centres(false);
         let config = builder.sequences(2).page_size(32).pages(32).build();
         let pages = HostPages::new(&config).unwrap();
         let mut cache = KvCache::new(config, Box::new(pages)).unwrap();

@@ -3,8 +3,8 @@
 use std::{any::Any, ops::Range, sync::Arc};
 
 use attn_core::{
-    CacheAccess, CacheConfig, CacheLayer, Error, FirstTile, KvCache, PageLayout, PageStore,
-    TokenWrite, WideRows, cache::check_pages, error::refuse,
+    CacheAccess, CacheConfig, CacheLayer, Error, FirstTile, HeadDim, KvCache, PageLayout,
+    PageStore, TokenWrite, WideRows, cache::check_pages, error::refuse,
 };
 use attn_kernels::cuda::params::AppendParams;
 use cudarc::driver::{CudaSlice, DevicePtr};
@@ -301,14 +301,15 @@ impl PageStore for CudaPages {
         // SAFETY: the rows' memory, whose lock is held, has room for the parts; they outlive `wait`, which waits for the copies however this
         // function ends.
         unsafe { parts.copy(base, stream.raw()) }.map_err(failed("copying tokens to append"))?;
-        let row = self.layout.num_kv_heads() * self.layout.head_dim();
+        let HeadDim { k: k_dim, v: v_dim } = self.layout.head_dim();
+        let heads = self.layout.num_kv_heads();
         let [k, v] = at.map(|offset| base.offset(offset));
         let rows = KvRows {
             k,
             v,
             dtype: Dtype::F32,
-            k_token_stride: row,
-            v_token_stride: row,
+            k_token_stride: heads * k_dim,
+            v_token_stride: heads * v_dim,
         };
         // SAFETY: slots and rows are those above; the stream is the device's own, alive and of the current context, and each call before has waited.
         unsafe { self.enqueue_writes(&mut calls.memory, stream, layer, &slots, rows) }?;

@@ -65,15 +65,17 @@ pub fn layers(args: &LayersArgs, console: &mut Console<'_>) -> Result<()> {
     bar.finish_and_clear();
     let queries = needed.min(args.queries as usize);
     let heads = model.config().heads;
+    // No model that is read has values of another length than keys.
+    let dim = heads.dim.k;
     let shapes = [
-        ("q", vec![queries, heads.q, heads.dim]),
-        ("k", vec![needed, heads.kv, heads.dim]),
-        ("v", vec![needed, heads.kv, heads.dim]),
+        ("q", vec![queries, heads.q, dim]),
+        ("k", vec![needed, heads.kv, dim]),
+        ("v", vec![needed, heads.kv, dim]),
     ];
     let bytes = |x: &[f32]| x.iter().flat_map(|x| x.to_le_bytes()).collect::<Vec<u8>>();
     let mut tensors = Vec::new();
     for LayerRows { layer, q, k, v, .. } in &rows {
-        let q = &q[(needed - queries) * heads.q * heads.dim..];
+        let q = &q[(needed - queries) * heads.q * dim..];
         for ((side, shape), x) in shapes.iter().zip([q, k, v]) {
             tensors.push((format!("layers.{layer}.{side}"), shape.clone(), bytes(x)));
         }
@@ -83,7 +85,7 @@ pub fn layers(args: &LayersArgs, console: &mut Console<'_>) -> Result<()> {
         Ok((name.as_str(), view))
     });
     let views: Vec<_> = views.collect::<Result<_>>()?;
-    let scale = (heads.dim as f32).sqrt().recip().to_string();
+    let scale = (dim as f32).sqrt().recip().to_string();
     let metadata = HashMap::from([
         (
             "layout",

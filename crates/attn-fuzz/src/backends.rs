@@ -2,7 +2,7 @@
 
 use std::sync::LazyLock;
 
-use attn_core::{DecodeAttention, DecodeStep, Error, Heads, KvFormat, KvSource, Problem};
+use attn_core::{DecodeAttention, DecodeStep, Error, HeadDim, Heads, KvFormat, KvSource, Problem};
 use attn_cpu::{CpuBackend, Isa, Options, Reference};
 use rayon::{ThreadPool, ThreadPoolBuilder};
 
@@ -51,7 +51,7 @@ pub fn decode(
     kv: KvSource<'_>,
 ) -> Result<Rows, Error> {
     let plan = backend.plan(problem, format)?;
-    let (mut out, mut lse) = (vec![f32::NAN; q.len()], vec![f32::NAN; problem.rows()]);
+    let [mut out, mut lse] = [problem.out_elements(), problem.rows()].map(|n| vec![f32::NAN; n]);
     let mut step = DecodeStep::new(&plan, q, kv, &mut out)?.with_lse(&mut lse)?;
     backend.decode(&mut step)?;
     Ok([out, lse])
@@ -114,19 +114,12 @@ fn same(name: &str, threads: usize, want: &Rows, got: &Rows) -> Result<(), Strin
 }
 
 /// A problem over sequences of these lengths, with drawn heads and modifiers.
-pub fn problem(draw: &mut Draw<'_, '_>, heads: usize, dim: usize, lens: &[usize]) -> Problem {
+pub fn problem(draw: &mut Draw<'_, '_>, heads: usize, dim: HeadDim, lens: &[usize]) -> Problem {
     let per_kv = match draw.range(0..=9) {
         0 => draw.range(1..=17),
         n => 1 + n % 4,
     };
-    let mut problem = Problem::new(
-        Heads {
-            q: heads * per_kv,
-            kv: heads,
-            dim,
-        },
-        lens.to_vec(),
-    );
+    let mut problem = Problem::new(Heads::new(heads * per_kv, heads, dim), lens.to_vec());
     if draw.once_in(2) {
         problem = problem.q_len(draw.range(1..=4));
     }

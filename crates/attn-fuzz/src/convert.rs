@@ -5,7 +5,7 @@ mod rows;
 
 use arbitrary::Unstructured;
 use attn_core::{
-    CacheConfig, DecodeAttention, Error, Heads, Int8Scale, PageLayout, Scheme,
+    CacheConfig, DecodeAttention, Error, HeadDim, Heads, Int8Scale, PageLayout, Scheme,
     convert::{self, ExternalRows, Order, Side},
 };
 use rows::{Rows, values};
@@ -55,15 +55,15 @@ pub fn fuzz_import(u: &mut Unstructured<'_>, import: Import) -> Result<(), Strin
     } else {
         draw.range(0..=2)
     };
-    let sides = [shape.format.k, shape.format.v]
-        .map(|scheme| Rows::draw(&mut draw, &shape, scheme, sequence, tokens));
+    let schemes = shape.format.sides(shape.head_dim);
+    let sides = schemes.map(|side| Rows::draw(&mut draw, shape.heads, side, (sequence, tokens)));
     let [k, v] = &sides;
     let pages = match import(&layout, sequence, tokens, &k.external(), &v.external()) {
         Ok(pages) => pages,
         Err(_) => {
-            let good = [(k, shape.format.k), (v, shape.format.v)]
-                .into_iter()
-                .all(|(rows, scheme)| rows.expect(&shape, scheme, sequence, tokens).is_some());
+            let good = sides
+                .iter()
+                .all(|rows| rows.expect(shape.heads, sequence, tokens).is_some());
             hold!(
                 !good,
                 "good rows are refused: {shape:?} {tokens} tokens {k:?} {v:?}"
@@ -98,12 +98,13 @@ fn layout(draw: &mut Draw<'_, '_>) -> Result<Option<(Shape, PageLayout)>, String
     }
     let mut shape = Shape {
         format,
-        head_dim: draw.pick(&[64, 64, 80, 96, 128, 192, 256]),
+        head_dim: draw.head_dim(),
         page_size: draw.pick(&[16, 32, 64, 128]),
         heads: draw.range(1..=3),
     };
     match draw.range(0..=15) {
-        0 => shape.head_dim = draw.size(),
+        0 if draw.once_in(2) => shape.head_dim.k = draw.size(),
+        0 => shape.head_dim.v = draw.size(),
         1 => shape.page_size = draw.size(),
         2 => shape.heads = draw.size(),
         3 => shape.format.v = draw.scheme(),
@@ -141,11 +142,9 @@ fn layout(draw: &mut Draw<'_, '_>) -> Result<Option<(Shape, PageLayout)>, String
 
 /// The rules of FORMATS.md, and the limits of a page.
 fn can_be(shape: &Shape) -> bool {
-    [64, 80, 96, 128, 192, 256].contains(&shape.head_dim)
+    pages::is_defined(shape.format, shape.head_dim)
         && [16, 32, 64, 128].contains(&shape.page_size)
         && (1..=65536).contains(&shape.heads)
-        && pages::can_be(shape.format.k, shape.head_dim)
-        && pages::can_be(shape.format.v, shape.head_dim)
         && shape.heads * pages::run_bytes(shape) <= i32::MAX as usize
 }
 
@@ -169,12 +168,7 @@ fn round_trip(
         .map_err(|e| format!("imported pages are refused: {e}"))?;
     for (i, side) in [Side::K, Side::V].into_iter().enumerate() {
         let rows = &sides[i];
-        let scheme = if i == 0 {
-            shape.format.k
-        } else {
-            shape.format.v
-        };
-        let Some(want) = rows.expect(shape, scheme, sequence, tokens) else {
+        let Some(want) = rows.expect(shape.heads, sequence, tokens) else {
             return Err(format!(
                 "bad rows are taken: {shape:?} {tokens} tokens {rows:?}"
             ));
@@ -228,11 +222,7 @@ fn through_a_cache(
     tokens: usize,
     made: &[Vec<u8>],
 ) -> Result<(), String> {
-    let heads = Heads {
-        q: shape.heads,
-        kv: shape.heads,
-        dim: shape.head_dim,
-    };
+    let heads = Heads::new(shape.heads, shape.heads, shape.head_dim);
     let config = CacheConfig::builder(shape.format, heads)
         .centres(false)
         .page_size(shape.page_size)
@@ -279,12 +269,11 @@ fn damaged_pages(
     let _ = convert::export(layout, &made, tokens, side, format, order);
     let scales = vec![draw.float(); draw.range(0..=3)];
     if let Ok(values) = convert::dequantize(layout, &made, tokens, &[], &[]) {
+        let given = [values[0].len(), values[1].len()];
+        let HeadDim { k, v } = shape.head_dim;
         hold!(
-            values
-                .iter()
-                .all(|x| x.len() == tokens * shape.heads * shape.head_dim),
-            "dequantize gives {} values for {tokens} tokens",
-            values[0].len()
+            given == [k, v].map(|dim| tokens * shape.heads * dim),
+            "dequantize gives {given:?} values for {tokens} tokens of {shape:?}"
         );
         hold!(
             values.iter().flatten().all(|x| x.is_finite()),

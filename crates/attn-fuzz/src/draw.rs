@@ -6,7 +6,7 @@ use std::ops::RangeInclusive;
 
 use arbitrary::Unstructured;
 use attn_conformance::noise::Noise;
-use attn_core::{KvFormat, Scheme, Window};
+use attn_core::{HeadDim, KvFormat, Scheme, Window};
 
 /// The bytes of the input of `seed`: up to 4 KiB, shorter ones more often.
 pub fn input(seed: u64) -> Vec<u8> {
@@ -125,6 +125,38 @@ impl Draw<'_, '_> {
                 window: self.pick(&[Window::Two, Window::Two, Window::None, Window::Four]),
             },
             other => other,
+        }
+    }
+
+    /// Elements of K and of V of a head, in two of five draws unlike. Most are few, since the time that an input takes grows with them.
+    pub fn head_dim(&mut self) -> HeadDim {
+        const UNLIKE: [(usize, usize); 10] = [
+            (64, 80),
+            (64, 128),
+            (64, 192),
+            (80, 64),
+            (80, 128),
+            (96, 64),
+            (128, 64),
+            (128, 80),
+            (192, 128),
+            (256, 64),
+        ];
+        const LARGE: [(usize, usize); 6] = [
+            (512, 512),
+            (576, 512),
+            (512, 64),
+            (64, 512),
+            (576, 80),
+            (80, 576),
+        ];
+        let some = [64, 80, 96, 128, 160, 192, 256, 320];
+        match self.range(0..=39) {
+            0..=18 => self.pick(&[64, 64, 80, 128]).into(),
+            19..=32 => self.pick(&UNLIKE).into(),
+            33..=35 => self.pick(&some).into(),
+            36..=38 => (self.pick(&some), self.pick(&some)).into(),
+            _ => self.pick(&LARGE).into(),
         }
     }
 

@@ -5,7 +5,7 @@ use std::{ffi::OsStr, fs, path::Path};
 
 use arbitrary::Unstructured;
 use attn_cli::console::Console;
-use attn_core::{KvFormat, Scheme};
+use attn_core::{HeadDim, KvFormat, Scheme};
 use clap::Parser;
 use safetensors::Dtype;
 
@@ -13,7 +13,7 @@ use crate::{
     draw::Draw,
     driver::scratch,
     hold,
-    pages::can_be,
+    pages::is_defined,
     tensors::{Content, File, Values, decoded, draw_format, read_values},
 };
 
@@ -111,15 +111,16 @@ fn in_folder(draw: &mut Draw<'_, '_>, doors: &Doors, folder: &Path) -> Result<()
     let back = check_output(&output)?;
     if !damaged {
         for name in &content.names {
-            for (side, scheme) in [("k", format.k), ("v", format.v)] {
+            let [k_shape, v_shape] = content.shapes;
+            let sides = [("k", format.k, k_shape), ("v", format.v, v_shape)];
+            for (side, scheme, of_input) in sides {
                 let key = format!("{name}.{side}");
                 let Some((shape, values)) = back.get(&key) else {
                     return Err(format!("{key} of {content:?} is lost"));
                 };
                 hold!(
-                    shape[..] == content.shape,
-                    "{key} has shape {shape:?}, not {:?}",
-                    content.shape
+                    shape[..] == of_input,
+                    "{key} has shape {shape:?}, not {of_input:?}"
                 );
                 close(&bytes, &key, scheme, values)?;
             }
@@ -144,15 +145,14 @@ fn write(path: &Path, bytes: &[u8]) -> Result<(), String> {
     fs::write(path, bytes).map_err(|e| e.to_string())
 }
 
-/// Whether a whole file can be held by the format.
+/// Whether the program must hold a whole file in the format; one whose K and V have unlike dims it may refuse.
 fn fits(format: KvFormat, page_size: usize, content: &Content) -> bool {
-    let [tokens, _, dim] = content.shape;
+    let [[tokens, _, k], [_, _, v]] = content.shapes;
     let reserved = ["attn", "kv", "page_size", "checksum"];
-    dim != 5
+    k == v
         && tokens > 0
         && [16, 32, 64, 128].contains(&page_size)
-        && can_be(format.k, dim)
-        && can_be(format.v, dim)
+        && is_defined(format, HeadDim { k, v })
         && !content
             .names
             .iter()
@@ -194,7 +194,7 @@ fn check_output(path: &Path) -> Result<Values, String> {
 }
 
 /// Values are those of the file: to the bit where f16 goes through f16, else to a step of int4 on numbers up to 3. A row of the error of rotated
-/// 4-bit codes is a sum of up to 128 rounding errors, of which 2 is eight standard deviations.
+/// 4-bit codes is a sum of up to 512 rounding errors, of which 2 is eight standard deviations.
 fn close(bytes: &[u8], key: &str, scheme: Scheme, values: &[f32]) -> Result<(), String> {
     let file = safetensors::SafeTensors::deserialize(bytes).map_err(|e| e.to_string())?;
     let view = file.tensor(key).map_err(|e| e.to_string())?;

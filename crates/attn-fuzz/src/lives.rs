@@ -9,7 +9,7 @@ mod checks;
 use std::collections::BTreeSet;
 
 use arbitrary::Unstructured;
-use attn_core::{Append, CacheConfig, Error, Heads, KvCache, PageTable};
+use attn_core::{Append, CacheConfig, Error, HeadDim, Heads, KvCache, PageTable};
 
 use crate::{
     backends::{Backends, CPU},
@@ -55,19 +55,13 @@ pub fn fuzz_backends(u: &mut Unstructured<'_>, backends: &Backends) -> Result<()
 
 fn config(draw: &mut Draw<'_, '_>) -> CacheConfig {
     let (format, heads_per_kv, kv) = (draw.format(), draw.range(1..=2), draw.range(1..=2));
-    let mut config = CacheConfig::builder(
-        format,
-        Heads {
-            q: heads_per_kv * kv,
-            kv,
-            dim: draw.pick(&[64, 64, 64, 80, 96, 128, 192, 256]),
-        },
-    )
-    .unit_tensor_scales()
-    .centres(false)
-    .sequences(draw.range(1..=4))
-    .max_len(0)
-    .build();
+    let mut config =
+        CacheConfig::builder(format, Heads::new(heads_per_kv * kv, kv, draw.head_dim()))
+            .unit_tensor_scales()
+            .centres(false)
+            .sequences(draw.range(1..=4))
+            .max_len(0)
+            .build();
     config.page_size = draw.pick(&[16, 16, 32, 64, 128]);
     // Residual pages are dropped after 16 pages of 16 tokens, or more.
     let most = draw.pick(&[14, 14, 50]);
@@ -152,8 +146,10 @@ impl<'a> Life<'a> {
         }))
     }
 
-    fn row(&self) -> usize {
-        self.config.num_kv_heads * self.config.head_dim
+    /// Elements of a token's K, and of its V.
+    fn rows(&self) -> [usize; 2] {
+        let HeadDim { k, v } = self.config.head_dim;
+        [k, v].map(|dim| self.config.num_kv_heads * dim)
     }
 
     fn shape(&self) -> Shape {

@@ -34,7 +34,8 @@ pub fn attend(problem: &Problem, integer: bool, q: &[f32], kv: &[[Side; 2]]) -> 
     for (b, (tokens, sides)) in problem.query_ranges().zip(kv).enumerate() {
         for i in 0..tokens.len() {
             for h in 0..problem.num_q_heads {
-                let at = ((tokens.start + i) * problem.num_q_heads + h) * problem.head_dim;
+                let q_row = (tokens.start + i) * problem.num_q_heads + h;
+                let q = &q[q_row * problem.head_dim.k..][..problem.head_dim.k];
                 let row = QueryRow {
                     problem,
                     sequence: b,
@@ -42,7 +43,7 @@ pub fn attend(problem: &Problem, integer: bool, q: &[f32], kv: &[[Side; 2]]) -> 
                     head: h,
                 };
                 let of = Attended { row, integer };
-                rows.push(of.answer(&q[at..at + problem.head_dim], sides));
+                rows.push(of.answer(q, sides));
             }
         }
     }
@@ -66,7 +67,7 @@ impl Query {
         if !integer || step == 0.0 {
             return Query { x, ties: 0.0 };
         }
-        // f32 errs by less than a 500th of a step: by 2^-17 of the largest element if 256 equal ones are summed.
+        // f32 errs by less than a 500th of a step: by 2^-16 of the largest element if 512 equal ones are summed.
         let is_tie = |x: &&f64| ((**x / step).fract().abs() - 0.5).abs() < 2e-3;
         let ties = x.iter().filter(is_tie).count() as f64 * step;
         let rounded = x.iter().map(|x| (x / step).round_ties_even() * step);
@@ -96,10 +97,10 @@ impl Attended<'_> {
     fn token<'b>(&self, side: &'b Side, t: usize) -> (&'b Numbers, std::ops::Range<usize>) {
         let problem = self.row.problem;
         let head = self.row.head / (problem.num_q_heads / problem.num_kv_heads);
-        let at = (t * problem.num_kv_heads + head) * problem.head_dim;
+        let at = (t * problem.num_kv_heads + head) * side.dim;
         let own_tile = self.row.own_tile().max(0.0) as usize;
         let numbers = side.read_from(own_tile, t);
-        (numbers, at..at + problem.head_dim)
+        (numbers, at..at + side.dim)
     }
 
     fn answer(&self, q: &[f32], [k, v]: &[Side; 2]) -> Row {
@@ -126,7 +127,7 @@ impl Attended<'_> {
         let shown = row.sink().filter(|sink| max - sink < 100.0);
         size = shown.map_or(size, |sink| size.max(sink.abs()));
         // As large as the products of any element of the query and any of K could be.
-        let most = largest(&query.x) * key * problem.head_dim as f64 * scale;
+        let most = largest(&query.x) * key * k.dim as f64 * scale;
         let score_bound = size * 4e-6
             + most * 2f64.powi(-21)
             + query.ties * key * scale
@@ -136,7 +137,7 @@ impl Attended<'_> {
             true => GRID_ERROR + 2f64.powi(-11) + scores.len() as f64 * 2f64.powi(-18),
             false => 1e-5,
         };
-        let mut out = vec![0.0; problem.head_dim];
+        let mut out = vec![0.0; v.dim];
         let (mut value, mut centred) = ([0.0f64; 2], 0.0f64);
         for &(t, weight) in &weights.of_tokens {
             let (numbers, at) = self.token(v, t);
@@ -149,7 +150,7 @@ impl Attended<'_> {
         // Rotated rows are turned back: an element is a sum of a block's, and a norm is kept, or halved by the root of two.
         if pages::is_rotated(v.scheme) {
             pages::turn_back(&mut out);
-            value[0] *= (pages::block(problem.head_dim) as f64).sqrt();
+            value[0] *= (pages::block(v.dim) as f64).sqrt();
         }
         let bound = score_bound + weight_bound;
         // Codes count with their scale as it is read.
@@ -171,9 +172,8 @@ impl Attended<'_> {
     ///
     /// Steps of many tokens add like noise, of which this is eight standard deviations: a step is as often too much as too little.
     fn weight_steps(&self, v: &Side, weights: &[(usize, f64)]) -> f64 {
-        let head_dim = self.row.problem.head_dim;
-        let groups = v.scheme.groups(head_dim);
-        let len = head_dim / groups;
+        let groups = v.scheme.groups(v.dim);
+        let len = v.dim / groups;
         let mut squares = 0.0;
         for g in 0..groups {
             let (mut most, mut square) = (0.0, 0.0);
@@ -217,7 +217,7 @@ pub fn compare(
     want: &[Row],
 ) -> Result<(), String> {
     for (i, (lse, row)) in got[1].iter().zip(want).enumerate() {
-        let out = &got[0][i * problem.head_dim..][..problem.head_dim];
+        let out = &got[0][i * problem.head_dim.v..][..problem.head_dim.v];
         if row.lse == f64::NEG_INFINITY {
             let zero = out.iter().all(|x| x.to_bits() == 0);
             crate::hold!(

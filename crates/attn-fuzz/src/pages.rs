@@ -1,15 +1,18 @@
 //! Pages read by the text of FORMATS.md alone.
 
-use attn_core::{Int8Scale, KvFormat, Scheme};
+use attn_core::{HeadDim, Int8Scale, KvFormat, Scheme};
 use half::{bf16, f16};
+
+/// The elements that K or V of a head may have.
+pub const HEAD_DIMS: [usize; 10] = [64, 80, 96, 128, 160, 192, 256, 320, 512, 576];
 
 /// What a page's bytes mean.
 #[derive(Debug, Clone, Copy)]
 pub struct Shape {
     /// The schemes of K and V.
     pub format: KvFormat,
-    /// Elements per head.
-    pub head_dim: usize,
+    /// Elements of K and of V per head.
+    pub head_dim: HeadDim,
     /// Tokens per page.
     pub page_size: usize,
     /// KV heads.
@@ -18,13 +21,26 @@ pub struct Shape {
 
 /// Whether FORMATS.md defines a scheme for a head_dim.
 pub fn can_be(scheme: Scheme, head_dim: usize) -> bool {
+    let in_groups = |groups: u8| {
+        [1, 2, 4, 8].contains(&groups) && head_dim.is_multiple_of(16 * usize::from(groups))
+    };
     match scheme {
-        Scheme::Int8(Int8Scale::Group32) => head_dim.is_multiple_of(32),
-        Scheme::Int4(groups) | Scheme::RotatedInt4 { groups, .. } => {
-            [1, 2, 4, 8].contains(&groups) && head_dim.is_multiple_of(16 * usize::from(groups))
+        // No scheme has more than 8 groups.
+        Scheme::Int8(Int8Scale::Group32) => head_dim.is_multiple_of(32) && head_dim / 32 <= 8,
+        Scheme::Int4(groups) => in_groups(groups),
+        // A sum of products of half steps is an exact f32 up to 512 of them.
+        Scheme::RotatedInt4 { groups, .. } => {
+            in_groups(groups) && head_dim / usize::from(groups) <= 512
         }
         _ => true,
     }
+}
+
+/// Whether FORMATS.md defines a format for these dims of K and of V.
+pub fn is_defined(format: KvFormat, head_dim: HeadDim) -> bool {
+    [(format.k, head_dim.k), (format.v, head_dim.v)]
+        .into_iter()
+        .all(|(scheme, dim)| HEAD_DIMS.contains(&dim) && can_be(scheme, dim))
 }
 
 /// Whether rows are rotated.
@@ -116,41 +132,122 @@ fn f16_at(bytes: &[u8], index: usize) -> f64 {
     f16::from_le_bytes([bytes[2 * index], bytes[2 * index + 1]]).to_f64()
 }
 
-/// Bytes of the codes and of the parameters of one part.
-fn part_bytes(shape: &Shape, scheme: Scheme) -> [usize; 2] {
-    let (dim, tokens) = (shape.head_dim, shape.page_size);
-    match scheme {
-        Scheme::F16 | Scheme::Bf16 => [2 * dim * tokens, 0],
-        Scheme::Fp8E4m3 | Scheme::Int8(Int8Scale::Tensor) => [dim * tokens, 0],
-        Scheme::Int8(Int8Scale::Token) | Scheme::RotatedInt8 => [dim * tokens, 2 * tokens],
-        Scheme::Int8(Int8Scale::Group32) => [dim * tokens, dim / 32 * 2 * tokens],
-        Scheme::Int4(g) => [dim * tokens / 2, usize::from(g) * 4 * tokens],
-        Scheme::RotatedInt4 { groups, .. } => [dim * tokens / 2, usize::from(groups) * 2 * tokens],
-    }
+/// K or V of one KV head's run.
+#[derive(Debug, Clone, Copy)]
+struct Part {
+    scheme: Scheme,
+    /// Elements of a token.
+    dim: usize,
+    is_k: bool,
+    page_size: usize,
+}
+
+/// K and V of a run.
+fn parts(shape: &Shape) -> [Part; 2] {
+    let part = |is_k, scheme, dim| Part {
+        scheme,
+        dim,
+        is_k,
+        page_size: shape.page_size,
+    };
+    [
+        part(true, shape.format.k, shape.head_dim.k),
+        part(false, shape.format.v, shape.head_dim.v),
+    ]
 }
 
 /// Bytes of one KV head's run.
 pub fn run_bytes(shape: &Shape) -> usize {
-    let parts = [shape.format.k, shape.format.v].map(|s| part_bytes(shape, s));
-    parts.iter().flatten().sum()
+    parts(shape).map(Part::all_bytes).iter().sum()
 }
 
-/// Byte and shift of the code of token `t`, dim `d`, among the codes of K or V.
-fn code_at(shape: &Shape, scheme: Scheme, is_k: bool, t: usize, d: usize) -> (usize, u32) {
-    let (size, dim) = (shape.page_size, shape.head_dim);
-    let slot = |t: usize| 4 * (t % 8 / 2) + 2 * (t / 8) + t % 2;
-    let half = |i: usize| if i % 16 < 8 { 0 } else { 4 };
-    let row = |i: usize| 8 * (i / 16) + i % 8;
-    match (scheme, is_k) {
-        (Scheme::F16 | Scheme::Bf16, _) => ((d / 8 * size + t) * 16 + d % 8 * 2, 0),
-        (Scheme::Int4(_) | Scheme::RotatedInt4 { .. }, true) => {
-            ((d / 16 * (size / 2) + row(t)) * 16 + d % 16, half(t))
+impl Part {
+    /// Bytes of the codes and of the parameters.
+    fn bytes(self) -> [usize; 2] {
+        let (dim, tokens) = (self.dim, self.page_size);
+        match self.scheme {
+            Scheme::F16 | Scheme::Bf16 => [2 * dim * tokens, 0],
+            Scheme::Fp8E4m3 | Scheme::Int8(Int8Scale::Tensor) => [dim * tokens, 0],
+            Scheme::Int8(Int8Scale::Token) | Scheme::RotatedInt8 => [dim * tokens, 2 * tokens],
+            Scheme::Int8(Int8Scale::Group32) => [dim * tokens, dim / 32 * 2 * tokens],
+            Scheme::Int4(g) => [dim * tokens / 2, usize::from(g) * 4 * tokens],
+            Scheme::RotatedInt4 { groups, .. } => {
+                [dim * tokens / 2, usize::from(groups) * 2 * tokens]
+            }
         }
-        (Scheme::Int4(_) | Scheme::RotatedInt4 { .. }, false) => {
-            ((t / 16 * (dim / 2) + row(d)) * 16 + slot(t % 16), half(d))
+    }
+
+    /// Bytes of codes and parameters together.
+    fn all_bytes(self) -> usize {
+        self.bytes().iter().sum()
+    }
+
+    /// Byte and shift of the code of token `t`, dim `d`, among the codes.
+    fn code_at(self, t: usize, d: usize) -> (usize, u32) {
+        let (size, dim) = (self.page_size, self.dim);
+        let slot = |t: usize| 4 * (t % 8 / 2) + 2 * (t / 8) + t % 2;
+        let half = |i: usize| if i % 16 < 8 { 0 } else { 4 };
+        let row = |i: usize| 8 * (i / 16) + i % 8;
+        match (self.scheme, self.is_k) {
+            (Scheme::F16 | Scheme::Bf16, _) => ((d / 8 * size + t) * 16 + d % 8 * 2, 0),
+            (Scheme::Int4(_) | Scheme::RotatedInt4 { .. }, true) => {
+                ((d / 16 * (size / 2) + row(t)) * 16 + d % 16, half(t))
+            }
+            (Scheme::Int4(_) | Scheme::RotatedInt4 { .. }, false) => {
+                ((t / 16 * (dim / 2) + row(d)) * 16 + slot(t % 16), half(d))
+            }
+            (_, true) => ((d / 16 * size + t) * 16 + d % 16, 0),
+            (_, false) => ((t / 16 * dim + d) * 16 + slot(t % 16), 0),
         }
-        (_, true) => ((d / 16 * size + t) * 16 + d % 16, 0),
-        (_, false) => ((t / 16 * dim + d) * 16 + slot(t % 16), 0),
+    }
+
+    /// The element of token `t`, dim `d` of these bytes; `residual` is the nibble that goes with it, where it is read with one.
+    fn element(
+        self,
+        bytes: &[u8],
+        [t, d]: [usize; 2],
+        (tensor_scale, residual): (f64, Option<u8>),
+    ) -> Element {
+        let (codes, params) = bytes.split_at(self.bytes()[0]);
+        let (at, shift) = self.code_at(t, d);
+        let signed = f64::from(codes[at] as i8);
+        let (size, dim) = (self.page_size, self.dim);
+        let nibble = f64::from(codes[at] >> shift & 15);
+        match self.scheme {
+            Scheme::F16 => Element::float(f16_at(&codes[at..], 0)),
+            Scheme::Bf16 => {
+                Element::float(bf16::from_le_bytes([codes[at], codes[at + 1]]).to_f64())
+            }
+            Scheme::Fp8E4m3 => Element {
+                step: tensor_scale,
+                ..Element::float(e4m3(codes[at]) * tensor_scale)
+            },
+            Scheme::Int8(Int8Scale::Tensor) => Element::new(signed, tensor_scale),
+            Scheme::Int8(Int8Scale::Token) | Scheme::RotatedInt8 => {
+                Element::new(signed, f16_at(params, t))
+            }
+            Scheme::Int8(Int8Scale::Group32) => {
+                Element::new(signed, f16_at(params, d / 32 * size + t))
+            }
+            Scheme::Int4(g) => {
+                let pair = d / (dim / usize::from(g)) * size + t;
+                let (step, low) = (f16_at(params, 2 * pair), f16_at(params, 2 * pair + 1));
+                Element {
+                    x: nibble * step + low,
+                    ..Element::new(nibble - 8.0, step)
+                }
+            }
+            Scheme::RotatedInt4 { groups, .. } => {
+                let scale = f16_at(params, d / (dim / usize::from(groups)) * size + t);
+                match residual {
+                    None => Element::new(2.0 * nibble - 15.0, scale),
+                    Some(r) => {
+                        let code = 16.0 * nibble + f64::from(r);
+                        Element::new(2.0 * code - 255.0, scale / 16.0)
+                    }
+                }
+            }
+        }
     }
 }
 
@@ -183,53 +280,6 @@ impl Element {
     }
 }
 
-/// A stored element of one run; `residual` is the nibble that goes with it, where it is read with one.
-fn element(
-    shape: &Shape,
-    scheme: Scheme,
-    is_k: bool,
-    part: &[u8],
-    [t, d]: [usize; 2],
-    (tensor_scale, residual): (f64, Option<u8>),
-) -> Element {
-    let (codes, params) = part.split_at(part_bytes(shape, scheme)[0]);
-    let (at, shift) = code_at(shape, scheme, is_k, t, d);
-    let signed = f64::from(codes[at] as i8);
-    let (size, dim) = (shape.page_size, shape.head_dim);
-    let nibble = f64::from(codes[at] >> shift & 15);
-    match scheme {
-        Scheme::F16 => Element::float(f16_at(&codes[at..], 0)),
-        Scheme::Bf16 => Element::float(bf16::from_le_bytes([codes[at], codes[at + 1]]).to_f64()),
-        Scheme::Fp8E4m3 => Element {
-            step: tensor_scale,
-            ..Element::float(e4m3(codes[at]) * tensor_scale)
-        },
-        Scheme::Int8(Int8Scale::Tensor) => Element::new(signed, tensor_scale),
-        Scheme::Int8(Int8Scale::Token) | Scheme::RotatedInt8 => {
-            Element::new(signed, f16_at(params, t))
-        }
-        Scheme::Int8(Int8Scale::Group32) => Element::new(signed, f16_at(params, d / 32 * size + t)),
-        Scheme::Int4(g) => {
-            let pair = d / (dim / usize::from(g)) * size + t;
-            let (step, low) = (f16_at(params, 2 * pair), f16_at(params, 2 * pair + 1));
-            Element {
-                x: nibble * step + low,
-                ..Element::new(nibble - 8.0, step)
-            }
-        }
-        Scheme::RotatedInt4 { groups, .. } => {
-            let scale = f16_at(params, d / (dim / usize::from(groups)) * size + t);
-            match residual {
-                None => Element::new(2.0 * nibble - 15.0, scale),
-                Some(r) => {
-                    let code = 16.0 * nibble + f64::from(r);
-                    Element::new(2.0 * code - 255.0, scale / 16.0)
-                }
-            }
-        }
-    }
-}
-
 /// Numbers of K or V, each `[token][head][dim]`.
 #[derive(Debug, Clone, Default)]
 pub struct Numbers {
@@ -256,6 +306,8 @@ impl Numbers {
 pub struct Side {
     /// How it is stored.
     pub scheme: Scheme,
+    /// Elements per head.
+    pub dim: usize,
     /// The values that a row reads without residuals.
     pub coarse: Numbers,
     /// The values that a row reads with residuals; empty if the scheme has no window.
@@ -276,7 +328,7 @@ impl Side {
 
 /// Elements of a block of the rotation: the largest power of two that divides the head_dim.
 pub fn block(head_dim: usize) -> usize {
-    (0..=8)
+    (0..=9)
         .map(|log| 1 << log)
         .filter(|block| head_dim.is_multiple_of(*block))
         .max()
@@ -322,17 +374,18 @@ fn turned_back(scheme: Scheme, head_dim: usize, stored: &[f64]) -> Vec<f64> {
 
 /// Reads what `KvCache::read_back` gives for a sequence of `tokens`: K and V.
 pub fn read(shape: &Shape, pages: &[Vec<u8>], tokens: usize, scales: [&[f32]; 2]) -> [Side; 2] {
-    let schemes = [shape.format.k, shape.format.v];
+    let parts = parts(shape);
     let counts = saved_counts(shape.format, shape.page_size, tokens);
     let homes = residual_homes(shape.format, shape.page_size, counts);
-    let k_bytes: usize = part_bytes(shape, schemes[0]).iter().sum();
     // In a residual page V's nibbles follow K's, if K has any.
-    let k_residuals = match window(schemes[0]) {
+    let k_residuals = match window(parts[0].scheme) {
         0 => 0,
-        _ => part_bytes(shape, schemes[0])[0],
+        _ => parts[0].bytes()[0],
     };
+    let firsts = [[0, 0], [parts[0].all_bytes(), k_residuals]];
     [0, 1].map(|side| {
-        let (scheme, is_k) = (schemes[side], side == 0);
+        let (part, [first, first_residual]) = (parts[side], firsts[side]);
+        let (scheme, dim) = (part.scheme, part.dim);
         let [mut coarse, mut fine] = [Numbers::default(), Numbers::default()];
         for t in 0..tokens {
             let (page, token) = (t / shape.page_size, t % shape.page_size);
@@ -340,29 +393,29 @@ pub fn read(shape: &Shape, pages: &[Vec<u8>], tokens: usize, scales: [&[f32]; 2]
             let residuals = kept.map(|i| &pages[counts[0] + i]);
             for head in 0..shape.heads {
                 let run = |page: &'_ Vec<u8>| head * run_bytes(shape)..page.len();
-                let part = &pages[page][run(&pages[page])][if is_k { 0 } else { k_bytes }..];
-                let part = &part[..part_bytes(shape, scheme).iter().sum()];
+                let bytes = &pages[page][run(&pages[page])][first..][..part.all_bytes()];
                 let scale = f64::from(scales[side].get(head).copied().unwrap_or(1.0));
-                for d in 0..shape.head_dim {
+                for d in 0..dim {
                     let at = [token, d];
-                    coarse.push(&element(shape, scheme, is_k, part, at, (scale, None)));
+                    coarse.push(&part.element(bytes, at, (scale, None)));
                     if window(scheme) == 0 {
                         continue;
                     }
                     let residual = residuals.map(|page| {
-                        let nibbles = &page[run(page)][if is_k { 0 } else { k_residuals }..];
-                        let (at, shift) = code_at(shape, scheme, is_k, token, d);
+                        let nibbles = &page[run(page)][first_residual..];
+                        let (at, shift) = part.code_at(token, d);
                         nibbles[at] >> shift & 15
                     });
-                    fine.push(&element(shape, scheme, is_k, part, at, (scale, residual)));
+                    fine.push(&part.element(bytes, at, (scale, residual)));
                 }
             }
         }
         for numbers in [&mut coarse, &mut fine] {
-            numbers.x = turned_back(scheme, shape.head_dim, &numbers.stored);
+            numbers.x = turned_back(scheme, dim, &numbers.stored);
         }
         Side {
             scheme,
+            dim,
             coarse,
             fine,
         }

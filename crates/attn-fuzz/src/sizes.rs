@@ -3,8 +3,8 @@
 
 use arbitrary::Unstructured;
 use attn_core::{
-    Append, AttnState, CacheConfig, DecodeAttention, DecodeStep, Error, Heads, Int8Scale, KvFormat,
-    KvSource, KvView, Problem, Rows, Scheme, SpanStates, StridedRows, convert::rows,
+    Append, AttnState, CacheConfig, DecodeAttention, DecodeStep, Error, HeadDim, Heads, Int8Scale,
+    KvFormat, KvSource, KvView, Problem, Rows, Scheme, SpanStates, StridedRows, convert::rows,
 };
 use attn_cpu::Reference;
 
@@ -49,6 +49,18 @@ fn either(draw: &mut Draw<'_, '_>, ordinary: &[usize]) -> usize {
     }
 }
 
+/// Elements of K and of V of a head, of which either may be an extreme number.
+fn dims(draw: &mut Draw<'_, '_>) -> HeadDim {
+    let HeadDim { k, v } = draw.head_dim();
+    if draw.once_in(3) {
+        return HeadDim {
+            k: either(draw, &[k]),
+            v: either(draw, &[v]),
+        };
+    }
+    HeadDim { k, v }
+}
+
 fn drawn_problem(draw: &mut Draw<'_, '_>) -> Problem {
     let kv = either(draw, &[1, 2, 8]);
     let heads = if draw.once_in(4) {
@@ -56,11 +68,11 @@ fn drawn_problem(draw: &mut Draw<'_, '_>) -> Problem {
     } else {
         kv.wrapping_mul(draw.range(1..=70))
     };
-    let dim = either(draw, &[64, 80, 128, 256]);
+    let dim = dims(draw);
     let lens: Vec<usize> = (0..draw.range(0..=4))
         .map(|_| either(draw, &[0, 1, 64, 1 << 20]))
         .collect();
-    let mut problem = Problem::new(Heads { q: heads, kv, dim }, lens);
+    let mut problem = Problem::new(Heads::new(heads, kv, dim), lens);
     problem.q_lens = vec![either(draw, &[0, 1, 2, 16, 1 << 20]); problem.batch()];
     problem.scores.causal = draw.once_in(2);
     problem.scores.window_left = draw.once_in(2).then(|| draw.size());
@@ -95,24 +107,25 @@ fn rows_of(p: &Problem) -> u128 {
     rows.saturating_mul(p.num_q_heads as u128)
 }
 
-/// Elements of the result, saturating in 128 bits.
-fn elements(p: &Problem) -> u128 {
-    rows_of(p).saturating_mul(p.head_dim as u128)
+/// Elements of the queries and of the result, saturating in 128 bits.
+fn elements(p: &Problem) -> [u128; 2] {
+    [p.head_dim.k, p.head_dim.v].map(|dim| rows_of(p).saturating_mul(dim as u128))
 }
 
 /// What the documentation of `Problem` allows.
 fn problem_can_be(p: &Problem) -> bool {
     let per_kv = p.num_q_heads.checked_div(p.num_kv_heads).unwrap_or(0);
-    let elements = elements(p);
+    let fits = |elements: u128| elements.saturating_mul(4) <= isize::MAX as u128;
     let slope = |s: &f32| *s == 0.0 || (1e-20..=1e3).contains(&s.abs());
     let sink = |s: &f32| (-1e6..=1e6).contains(s);
-    [64, 80, 96, 128, 192, 256].contains(&p.head_dim)
+    pages::HEAD_DIMS.contains(&p.head_dim.k)
+        && pages::HEAD_DIMS.contains(&p.head_dim.v)
         && (1..=65536).contains(&p.num_kv_heads)
         && (1..=64).contains(&per_kv)
         && p.num_q_heads.is_multiple_of(p.num_kv_heads)
         && p.q_lens.iter().all(|len| *len <= 1 << 20)
         && p.kv_lens.iter().all(|len| *len <= 1 << 20)
-        && elements.saturating_mul(4) <= isize::MAX as u128
+        && elements(p).into_iter().all(fits)
         && (1e-15..=1e15).contains(&p.score_scale())
         && p.scores
             .softcap
@@ -155,29 +168,26 @@ fn problem(draw: &mut Draw<'_, '_>) -> Result<(), String> {
         return Ok(());
     };
     hold!(can_be, "{problem:?} is planned");
-    let config = CacheConfig::builder(
-        format,
-        Heads {
-            q: 1,
-            kv: 1,
-            dim: 64,
-        },
-    )
-    .unit_tensor_scales()
-    .sequences(1)
-    .max_len(16)
-    .build();
+    let config = CacheConfig::builder(format, Heads::new(1, 1, 64))
+        .unit_tensor_scales()
+        .sequences(1)
+        .max_len(16)
+        .build();
     let Ok(cache) = Reference::new().create_cache(&config) else {
         return Ok(());
     };
-    let (given, rows) = (draw.range(0..=200), draw.range(0..=8));
-    let (q, mut out, mut lse) = (vec![1.0; given], vec![0.0; given], vec![0.0; rows]);
+    let mut given = [draw.range(0..=200); 2];
+    if draw.once_in(2) {
+        given[1] = draw.range(0..=200);
+    }
+    let rows = draw.range(0..=8);
+    let (q, mut out, mut lse) = (vec![1.0; given[0]], vec![0.0; given[1]], vec![0.0; rows]);
     let step = DecodeStep::new(&plan, &q, KvSource::Cache(&cache), &mut out)
         .and_then(|step| step.with_lse(&mut lse));
-    let fits = exact == rows as u128 && elements(&problem) == given as u128;
+    let fits = exact == rows as u128 && elements(&problem) == given.map(|n| n as u128);
     hold!(
         fits || step.is_err(),
-        "{given} elements, {rows} rows for {problem:?}"
+        "{given:?} elements, {rows} rows for {problem:?}"
     );
     Ok(())
 }
@@ -200,18 +210,11 @@ fn visible(p: &Problem, b: usize, i: usize) -> std::ops::Range<usize> {
 
 fn drawn_config(draw: &mut Draw<'_, '_>) -> CacheConfig {
     let heads = either(draw, &[1, 2, 8]);
-    let mut config = CacheConfig::builder(
-        draw.format(),
-        Heads {
-            q: heads,
-            kv: heads,
-            dim: either(draw, &[64, 80, 96, 128, 256]),
-        },
-    )
-    .unit_tensor_scales()
-    .sequences(either(draw, &[0, 1, 3]))
-    .max_len(either(draw, &[0, 1, 100, 4096]))
-    .build();
+    let mut config = CacheConfig::builder(draw.format(), Heads::new(heads, heads, dims(draw)))
+        .unit_tensor_scales()
+        .sequences(either(draw, &[0, 1, 3]))
+        .max_len(either(draw, &[0, 1, 100, 4096]))
+        .build();
     if draw.once_in(2) {
         config.page_size = either(draw, &[16, 32, 64, 128]);
     }
@@ -242,13 +245,11 @@ fn config_can_be(c: &CacheConfig) -> bool {
             && scales.iter().all(|s| (1e-15..=1e15).contains(s))
     };
     let page = || c.num_kv_heads as u128 * pages::run_bytes(&shape(c)) as u128;
-    [64, 80, 96, 128, 192, 256].contains(&c.head_dim)
+    pages::is_defined(c.format, c.head_dim)
         && [16, 32, 64, 128].contains(&c.page_size)
         && (1..=65536).contains(&c.num_kv_heads)
         && (1..=64).contains(&(c.num_q_heads / c.num_kv_heads))
         && c.num_q_heads.is_multiple_of(c.num_kv_heads)
-        && pages::can_be(c.format.k, c.head_dim)
-        && pages::can_be(c.format.v, c.head_dim)
         && page() <= i32::MAX as u128
         && c.num_pages <= u32::MAX as usize
         && c.num_sequences <= 1 << 24
@@ -300,30 +301,24 @@ fn config(draw: &mut Draw<'_, '_>, check: Check) -> Result<(), String> {
 
 /// Extreme numbers into the calls of a small cache: none changes it.
 fn cache(draw: &mut Draw<'_, '_>) -> Result<(), String> {
-    let config = CacheConfig::builder(
-        draw.format(),
-        Heads {
-            q: 1,
-            kv: 1,
-            dim: 64,
-        },
-    )
-    .unit_tensor_scales()
-    .centres(false)
-    .sequences(2)
-    .max_len(200)
-    .build();
+    let dim = draw.head_dim();
+    let config = CacheConfig::builder(draw.format(), Heads::new(1, 1, dim))
+        .unit_tensor_scales()
+        .centres(false)
+        .sequences(2)
+        .max_len(200)
+        .build();
     let Ok(mut cache) = Reference::new().create_cache(&config) else {
         return Ok(());
     };
     cache
-        .append(0, &[1.0; 64 * 3], &[1.0; 64 * 3])
+        .append(0, &vec![1.0; dim.k * 3], &vec![1.0; dim.v * 3])
         .map_err(|e| e.to_string())?;
     let before = (cache.table().clone(), cache.free_pages());
     for _ in 0..4 {
         let (s, n) = (draw.size(), draw.size());
         let done = match draw.range(0..=6) {
-            0 => cache.append(s.max(2), &[0.0; 64], &[0.0; 64]),
+            0 => cache.append(s.max(2), &vec![0.0; dim.k], &vec![0.0; dim.v]),
             1 => cache.append_with(
                 &[Append {
                     sequence: draw.range(0..=1),
@@ -363,14 +358,8 @@ fn cache(draw: &mut Draw<'_, '_>) -> Result<(), String> {
 /// Extreme strides and sizes into views: a view that is taken reaches every token.
 fn view(draw: &mut Draw<'_, '_>) -> Result<(), String> {
     let lens: Vec<usize> = (0..draw.range(0..=3)).map(|_| draw.range(0..=5)).collect();
-    let mut problem = Problem::new(
-        Heads {
-            q: 2,
-            kv: 2,
-            dim: 64,
-        },
-        lens,
-    );
+    let dim = HeadDim::from(draw.pick(&[(64, 64), (64, 80), (80, 64), (64, 128), (128, 64)]));
+    let mut problem = Problem::new(Heads::new(2, 2, dim), lens);
     if draw.once_in(3) {
         problem = drawn_problem(draw);
     }
@@ -379,7 +368,7 @@ fn view(draw: &mut Draw<'_, '_>) -> Result<(), String> {
         vec![0u16; draw.range(0..=99)],
     );
     let mut side = || {
-        let [heads, capacity, row, groups] = [(); 4].map(|()| either(draw, &[1, 2, 5, 64]));
+        let [heads, capacity, row, groups] = [(); 4].map(|()| either(draw, &[1, 2, 5, 64, 128]));
         match draw.range(0..=2) {
             0 => StridedRows::bnsh(&codes, &scales, heads, capacity, row, groups),
             1 => StridedRows::bsnh(&codes, &scales, heads, capacity, row, groups),
@@ -396,7 +385,7 @@ fn view(draw: &mut Draw<'_, '_>) -> Result<(), String> {
     if let Ok(view) = KvView::new(&problem, format, k, v, [&[], &[]]) {
         hold!(problem_can_be(&problem), "{problem:?} has a view");
         if problem.rows() < 1000 {
-            let q = vec![1.0; problem.rows() * problem.head_dim];
+            let q = vec![1.0; problem.rows() * problem.head_dim.k];
             let kv = KvSource::View(&view);
             let rows = crate::backends::decode(&Reference::new(), &problem, format, &q, kv);
             let rows = rows.map_err(|e| e.to_string())?;
@@ -456,7 +445,9 @@ fn rest(draw: &mut Draw<'_, '_>) -> Result<(), String> {
 
 /// Other engines' quantizers on rows of any length: refused, or within their step.
 fn quantized_rows(draw: &mut Draw<'_, '_>) -> Result<(), String> {
-    let len = draw.pick(&[0, 1, 31, 32, 33, 63, 64, 80, 96, 128, 256, 320]);
+    let len = draw.pick(&[
+        0, 1, 31, 32, 33, 63, 64, 80, 96, 128, 160, 256, 320, 512, 576, 640,
+    ]);
     let size = draw.pick(&[1.0, 1e-30, 1e4, 3e38]);
     let mut x = draw.noise(len, size);
     if len > 0 && draw.once_in(3) {
@@ -485,7 +476,9 @@ fn quantized_rows(draw: &mut Draw<'_, '_>) -> Result<(), String> {
     let needed = 4 * usize::from(groups) + len / 2;
     let mut row = vec![0; needed.saturating_add_signed(given)];
     if rows::fbgemm_int4_row(&x, groups, &mut row).is_ok() {
-        let fits = row.len() == needed && [1, 2, 4, 8].contains(&groups) && len > 0;
+        let fits = row.len() == needed
+            && pages::HEAD_DIMS.contains(&len)
+            && pages::can_be(Scheme::Int4(groups), len);
         hold!(
             fits && finite,
             "int4 of {groups} groups takes {len} elements"

@@ -22,8 +22,8 @@ pub struct File {
 pub struct Content {
     /// Layer names.
     pub names: Vec<String>,
-    /// Tokens, KV heads, elements per head.
-    pub shape: [usize; 3],
+    /// Tokens, KV heads, elements per head: of K, and of V.
+    pub shapes: [[usize; 3]; 2],
     /// `F16`, `BF16` or `F32`.
     pub dtype: &'static str,
     /// Whether every value is finite.
@@ -81,11 +81,15 @@ impl File {
     pub fn draw(draw: &mut Draw<'_, '_>) -> (File, Content) {
         let heads = draw.range(1..=2);
         let most = if draw.once_in(3) { 140 } else { 20 };
-        let shape = [
-            draw.range(0..=most),
-            heads,
-            draw.pick(&[64, 64, 80, 96, 128, 5]),
-        ];
+        let tokens = draw.range(0..=most);
+        let dims = match draw.range(0..=5) {
+            // No head_dim of the library.
+            0 => [5; 2],
+            1 => draw.head_dim().both(),
+            // Both sides like K's: a file of unlike ones may be refused before its pages are made.
+            _ => [draw.head_dim().k; 2],
+        };
+        let shapes = dims.map(|dim| [tokens, heads, dim]);
         let dtype = draw.pick(&["F16", "BF16", "F32"]);
         let mut names = vec!["layer00".to_owned()];
         if draw.once_in(3) {
@@ -103,8 +107,7 @@ impl File {
                 .to_owned(),
             );
         }
-        let n = shape.iter().product();
-        let finite = !draw.once_in(8) || n == 0;
+        let finite = !draw.once_in(8) || tokens == 0;
         let mut file = File::default();
         let mut entries = Vec::new();
         if draw.once_in(2) {
@@ -112,7 +115,8 @@ impl File {
             entries.push(format!("\"__metadata__\":{{\"scale\":\"{scale}\"}}"));
         }
         for (i, name) in names.iter().enumerate() {
-            for side in ["k", "v"] {
+            for (side, shape) in ["k", "v"].into_iter().zip(&shapes) {
+                let n = shape.iter().product();
                 let mut x = draw.noise(n, 3.0);
                 if !finite && i == 0 {
                     let bad = draw.pick(&[f32::NAN, f32::INFINITY, f32::NEG_INFINITY]);
@@ -123,12 +127,13 @@ impl File {
                     &mut entries,
                     &format!("{name}.{side}"),
                     dtype,
-                    &shape,
+                    shape,
                     &encode(dtype, &x),
                 );
             }
-            let q = [1, heads * draw.range(1..=2), shape[2]];
-            for (side, shape) in [("q", &q[..]), ("out", &q[..]), ("lse", &q[..2])] {
+            let q_heads = heads * draw.range(1..=2);
+            let [q, out] = dims.map(|dim| [1, q_heads, dim]);
+            for (side, shape) in [("q", &q[..]), ("out", &out[..]), ("lse", &q[..2])] {
                 let x = draw.noise(shape.iter().product(), 1.0);
                 file.add(
                     &mut entries,
@@ -142,7 +147,7 @@ impl File {
         file.header = format!("{{{}}}", entries.join(",")).into_bytes();
         let content = Content {
             names,
-            shape,
+            shapes,
             dtype,
             finite,
         };

@@ -35,16 +35,15 @@ pub fn fuzz_backends(u: &mut Unstructured<'_>, backends: &Backends) -> Result<()
             v: if draw.once_in(2) { k } else { v },
         };
     }
-    let (heads, dim) = (
-        draw.range(1..=2),
-        draw.pick(&[64, 64, 80, 96, 128, 192, 256]),
-    );
+    let (heads, dim) = (draw.range(1..=2), draw.head_dim());
     let most = if draw.once_in(3) { 200 } else { 20 };
     let lens: Vec<usize> = (0..draw.range(0..=3))
         .map(|_| draw.range(0..=most))
         .collect();
     let problem = problem(&mut draw, heads, dim, &lens);
-    let [k, v] = [format.k, format.v].map(|scheme| Side::draw(&mut draw, &problem, scheme));
+    let [k, v] = format
+        .sides(dim)
+        .map(|(scheme, dim)| Side::draw(&mut draw, &problem, scheme, dim));
     let [k_scales, v_scales] = [&k, &v].map(|side| &side.tensor_scales[..]);
     let view = KvView::new(&problem, format, k.rows(), v.rows(), [k_scales, v_scales]);
     let values = k.values(&problem).zip(v.values(&problem));
@@ -61,7 +60,7 @@ pub fn fuzz_backends(u: &mut Unstructured<'_>, backends: &Backends) -> Result<()
         }
     };
     let size = draw.pick(&[1.0, 0.1, 4.0, 1e12]);
-    let mut q = draw.noise(problem.rows() * dim, size);
+    let mut q = draw.noise(problem.rows() * dim.k, size);
     if let (Some(x), true) = (q.first_mut(), draw.once_in(8)) {
         *x = draw.float();
     }
@@ -74,7 +73,7 @@ pub fn fuzz_backends(u: &mut Unstructured<'_>, backends: &Backends) -> Result<()
     let kv: Vec<_> = k_values
         .into_iter()
         .zip(v_values)
-        .map(|(k, v)| [(format.k, k), (format.v, v)].map(sides_of))
+        .map(|(in_k, in_v)| [side_of(&k, in_k), side_of(&v, in_v)])
         .collect();
     let integer = pages::is_integer(format);
     let exact = oracle::attend(&problem, integer, &q, &kv);
@@ -82,9 +81,10 @@ pub fn fuzz_backends(u: &mut Unstructured<'_>, backends: &Backends) -> Result<()
 }
 
 /// One sequence's numbers as the oracle takes them: no scheme of a view is rotated, shifted, or read in two ways.
-fn sides_of((scheme, numbers): (Scheme, Numbers)) -> pages::Side {
+fn side_of(side: &Side, numbers: Numbers) -> pages::Side {
     pages::Side {
-        scheme,
+        scheme: side.scheme,
+        dim: side.dim,
         coarse: numbers,
         fine: Numbers::default(),
     }
@@ -112,7 +112,7 @@ fn trusted(
     let scales = [&k.tensor_scales[..], &v.tensor_scales[..]];
     let view = KvView::with_trusted_values(problem, format, k.rows(), v.rows(), scales);
     let Ok(view) = view else { return };
-    let q = draw.noise(problem.rows() * problem.head_dim, 1.0);
+    let q = draw.noise(problem.rows() * problem.head_dim.k, 1.0);
     for backend in [&backends.reference]
         .into_iter()
         .chain(backends.others.iter().map(|b| &b.1))
@@ -124,6 +124,8 @@ fn trusted(
 /// One of K, V in memory.
 struct Side {
     scheme: Scheme,
+    /// Elements per head.
+    dim: usize,
     codes: Vec<u8>,
     code_strides: [usize; 3],
     scales: Vec<u16>,
@@ -159,8 +161,8 @@ fn row_size(scheme: Scheme, dim: usize) -> (usize, usize) {
 }
 
 impl Side {
-    fn draw(draw: &mut Draw<'_, '_>, problem: &Problem, scheme: Scheme) -> Side {
-        let (row, groups) = row_size(scheme, problem.head_dim);
+    fn draw(draw: &mut Draw<'_, '_>, problem: &Problem, scheme: Scheme, dim: usize) -> Side {
+        let (row, groups) = row_size(scheme, dim);
         let heads = problem.num_kv_heads;
         let longest = problem.kv_lens.iter().copied().max().unwrap_or(0);
         let capacity = longest + draw.range(0..=3);
@@ -189,6 +191,7 @@ impl Side {
         let has_tensor = matches!(scheme, Scheme::Fp8E4m3 | Scheme::Int8(Int8Scale::Tensor));
         let mut side = Side {
             scheme,
+            dim,
             codes: Vec::new(),
             code_strides,
             scales: Vec::new(),
@@ -262,12 +265,11 @@ impl Side {
 
     /// Values of every cached token; None if the view must be refused.
     fn values(&self, problem: &Problem) -> Option<Batch> {
-        let (row, groups) = row_size(self.scheme, problem.head_dim);
+        let (row, groups) = row_size(self.scheme, self.dim);
         let heads = problem.num_kv_heads;
         let allowed = match self.scheme {
             Scheme::Int4(_) | Scheme::RotatedInt4 { .. } | Scheme::RotatedInt8 => false,
-            Scheme::Int8(Int8Scale::Group32) => problem.head_dim.is_multiple_of(32),
-            _ => true,
+            scheme => pages::can_be(scheme, self.dim),
         };
         let has_tensor = matches!(
             self.scheme,
@@ -293,7 +295,7 @@ impl Side {
                         _ => slice(&self.scales, self.scale_strides, at, groups)?,
                     };
                     let tensor = self.tensor_scales.get(head).map_or(1.0, |s| f64::from(*s));
-                    for d in 0..problem.head_dim {
+                    for d in 0..self.dim {
                         let (x, step) = self.value(codes, scales, d, tensor)?;
                         numbers.stored.push(x);
                         numbers.steps.push(step);

@@ -38,7 +38,7 @@ struct CandleKv {
 
 impl CandleKv {
     fn new(model: &ModelConfig, repeats: bool, max_len: usize) -> candle_core::Result<Self> {
-        let shape = (1, model.heads.kv, max_len, model.heads.dim);
+        let shape = (1, model.heads.kv, max_len, model.heads.dim.k);
         let zeros = || Tensor::zeros(shape, DType::F32, &Device::Cpu);
         let layers = model.windows.iter().map(|_| Ok([zeros()?, zeros()?]));
         Ok(CandleKv {
@@ -57,7 +57,7 @@ impl CandleKv {
         k: &[f32],
         v: &[f32],
     ) -> candle_core::Result<Vec<f32>> {
-        let Heads { q: heads, kv, dim } = self.heads;
+        let (heads, kv, dim) = (self.heads.q, self.heads.kv, self.heads.dim.k);
         let n = q.len() / (heads * dim);
         let group = heads / kv;
         let tensor = |x: &[f32], heads: usize| {

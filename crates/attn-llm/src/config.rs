@@ -59,6 +59,7 @@ impl ModelConfig {
     /// Refuses shapes that no product or attention takes; the reason, where there is one.
     pub(crate) fn check(&self) -> Result<(), String> {
         let Heads { q, kv, dim } = self.heads;
+        let dim = dim.max();
         let sizes = [
             ("the number of layers", self.windows.len(), 1 << 12),
             ("the embedding length", self.hidden, 1 << 20),
@@ -66,7 +67,7 @@ impl ModelConfig {
             ("the vocabulary", self.vocab, 1 << 24),
             ("the number of query heads", q, 1 << 12),
             ("the number of KV heads", kv, 1 << 12),
-            ("the length of a head", dim, attn::format::MAX_HEAD_DIM),
+            ("the length of a head", dim, attn::MAX_HEAD_DIM),
             ("the context length", self.context, 1 << 31),
         ];
         for (what, given, most) in sizes {

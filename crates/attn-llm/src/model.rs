@@ -168,7 +168,7 @@ impl Model {
             }
             let width = x.len() / table.len();
             let rows = x.par_chunks_mut(width).enumerate();
-            let dim = self.config.heads.dim;
+            let dim = self.config.heads.dim.k;
             let style = self.config.rope.style;
             rows.try_for_each(|(token, row)| table.rotate(style, row, dim, token))?;
         }

@@ -284,7 +284,7 @@ const BIASED_PAIRS: usize = 5;
 
 /// The constant of this norm that a KV head's keys get.
 fn k_bias(model: &ModelConfig, norm: f32) -> Vec<f32> {
-    let dim = model.heads.dim;
+    let dim = model.heads.dim.k;
     let (pairs, count) = (dim / 2, BIASED_PAIRS.min(dim / 2));
     let each = norm / ((2 * count) as f32).sqrt();
     let mut bias = vec![0.0; dim];

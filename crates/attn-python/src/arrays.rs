@@ -12,6 +12,7 @@ pub struct PlanOptions {
     pub heads: usize,
     pub kv_heads: usize,
     pub dim: usize,
+    pub v_dim: usize,
     pub page_size: usize,
     pub q_lens: Vec<usize>,
     pub max_kv_len: usize,

@@ -43,9 +43,14 @@ pub struct HostArrays<'py> {
 #[pymethods]
 impl HostPages {
     #[new]
-    fn new(format: &str, kv_heads: usize, dim: usize, page_size: usize) -> PyResult<Self> {
+    fn new(
+        format: &str,
+        kv_heads: usize,
+        head_dim: (usize, usize),
+        page_size: usize,
+    ) -> PyResult<Self> {
         let format = format.parse().map_err(errors::of)?;
-        let layout = PageLayout::new(format, dim, page_size, kv_heads).map_err(errors::of)?;
+        let layout = PageLayout::new(format, head_dim, page_size, kv_heads).map_err(errors::of)?;
         // An empty pool of it: formats that need more than their pages are refused now.
         PagePool::new(&layout, &[], &[], &[]).map_err(errors::of)?;
         let backend = CpuBackend::open().map_err(errors::unsupported)?;
@@ -82,11 +87,11 @@ impl HostPages {
         );
         let lse = arrays.lse.as_ref().map(|lse| Array::new("lse", lse));
         let mut lse = lse.transpose()?;
-        let heads = Heads {
-            q: q.shape[1],
-            kv: self.layout.num_kv_heads(),
-            dim: self.layout.head_dim(),
-        };
+        let heads = Heads::new(
+            q.shape[1],
+            self.layout.num_kv_heads(),
+            self.layout.head_dim(),
+        );
         let problem = Problem::new(heads, step.kv_lens.clone())
             .q_lens(step.q_lens)
             .scores(step.modifiers.into());

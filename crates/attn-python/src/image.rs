@@ -11,6 +11,7 @@ pub struct ImageHeader {
     format: String,
     heads: usize,
     dim: usize,
+    v_dim: usize,
     page_size: usize,
     layers: usize,
     tokens: usize,
@@ -36,7 +37,8 @@ pub fn image_header(py: Python<'_>, image: &Bound<'_, PyBytes>) -> PyResult<Imag
     Ok(ImageHeader {
         format: layout.format().to_string(),
         heads: layout.num_kv_heads(),
-        dim: layout.head_dim(),
+        dim: layout.head_dim().k,
+        v_dim: layout.head_dim().v,
         page_size: layout.page_size(),
         layers: image.layers(),
         tokens: image.tokens(),
@@ -54,8 +56,13 @@ pub fn image_header(py: Python<'_>, image: &Bound<'_, PyBytes>) -> PyResult<Imag
 
 /// Bytes of a page of a layer: K, V and their scales, of all KV heads.
 #[pyfunction]
-pub fn page_bytes(format: &str, heads: usize, dim: usize, page_size: usize) -> PyResult<usize> {
+pub fn page_bytes(
+    format: &str,
+    heads: usize,
+    head_dim: (usize, usize),
+    page_size: usize,
+) -> PyResult<usize> {
     let format: KvFormat = format.parse().map_err(errors::of)?;
-    let layout = PageLayout::new(format, dim, page_size, heads).map_err(errors::of)?;
+    let layout = PageLayout::new(format, head_dim, page_size, heads).map_err(errors::of)?;
     Ok(layout.page_bytes())
 }

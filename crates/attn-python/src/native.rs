@@ -59,11 +59,11 @@ impl Plan {
         let own = Gpu::open(py, device)?;
         let gpu = own.cuda()?;
         let format: KvFormat = options.format.parse().map_err(errors::of)?;
-        let heads = Heads {
-            q: options.heads,
-            kv: options.kv_heads,
-            dim: options.dim,
-        };
+        let heads = Heads::new(
+            options.heads,
+            options.kv_heads,
+            (options.dim, options.v_dim),
+        );
         for (side, scheme, scales) in [
             (Side::K, format.k, &options.k_scales),
             (Side::V, format.v, &options.v_scales),
@@ -227,7 +227,7 @@ impl Plan {
                 self.gpu.list(what, array.as_ref(), (Dtype::I32, bytes))
             }
         };
-        let dim = self.layout.head_dim();
+        let dim = self.layout.head_dim().v;
         let to = SpansArgs {
             tokens_before: elsewhere("tokens_before", &spans.tokens_before)?,
             tokens_after: elsewhere("tokens_after", &spans.tokens_after)?,

@@ -10,11 +10,7 @@ fn main() -> Result<(), Error> {
             return Ok(());
         }
     };
-    let heads = Heads {
-        q: 4,
-        kv: 1,
-        dim: 64,
-    };
+    let heads = Heads::new(4, 1, 64);
     let config = CacheConfig::builder(KvFormat::INT8, heads)
         .max_len(64)
         .build();

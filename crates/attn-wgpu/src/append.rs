@@ -123,17 +123,23 @@ fn sources_of(writes: &[TokenWrite]) -> Range<usize> {
     sources().min().unwrap_or(0)..sources().max().map_or(0, |last| last + 1)
 }
 
+/// Bytes of a token's K, and of its V, in f32.
+fn row_bytes(pool: &Pool) -> [usize; 2] {
+    let heads = pool.layout.num_kv_heads();
+    pool.layout.head_dim().both().map(|dim| 4 * heads * dim)
+}
+
 /// Refuses buffers that cannot hold `tokens` tokens of a cache, or that no kernel can bind.
 pub(crate) fn check_buffers(
     pool: &Pool,
     tokens: usize,
     sources: [&wgpu::Buffer; 2],
 ) -> Result<(), Error> {
-    let row = pool.layout.num_kv_heads() * pool.layout.head_dim();
-    // A number that saturates is longer than any buffer.
-    let bytes = (tokens as u64).saturating_mul(4 * row as u64);
     let most = pool.gpu.largest_binding();
-    for (what, buffer) in ["k", "v"].into_iter().zip(sources) {
+    let sides = ["k", "v"].into_iter().zip(row_bytes(pool));
+    for ((what, row), buffer) in sides.zip(sources) {
+        // A number that saturates is longer than any buffer.
+        let bytes = (tokens as u64).saturating_mul(row as u64);
         if bytes > buffer.size().min(most) || !buffer.usage().contains(BufferUsages::STORAGE) {
             return Err(device(
                 "recording an append",
@@ -215,16 +221,17 @@ impl Appender {
     ) -> Result<(), Error> {
         let gpu = &pool.gpu;
         gpu.alive("appending")?;
-        let row = pool.layout.num_kv_heads() * pool.layout.head_dim();
+        let [in_k, in_v] = row_bytes(pool);
+        let row = in_k.max(in_v);
         let tokens = tokens_of(&pool.layout, [k.shape(), v.shape()])?;
         check(pool, writes, tokens)?;
-        let chunks = writes.chunks((CHUNK_BYTES / (4 * row)).max(1));
+        let chunks = writes.chunks((CHUNK_BYTES / row).max(1));
         let chunks: Vec<_> = chunks.map(|chunk| (sources_of(chunk), chunk)).collect();
         let longest = chunks.iter().map(|(sources, _)| sources.len()).max();
         let Some(longest) = longest else {
             return Ok(());
         };
-        let staging = self.staging(pool, 4 * (longest * row) as u64)?;
+        let staging = self.staging(pool, (longest * row) as u64)?;
         let bindings = [&staging.k, &staging.v].map(wgpu::Buffer::as_entire_buffer_binding);
         let launches = chunks
             .iter()
@@ -282,8 +289,9 @@ impl Appender {
     ) -> Result<(), Error> {
         check_buffers(pool, tokens, sources)?;
         check(pool, writes, tokens)?;
-        let row = pool.layout.num_kv_heads() * pool.layout.head_dim();
-        let sources = sources.map(|buffer| pipeline::first(buffer, 4 * (tokens * row) as u64));
+        let [in_k, in_v] = row_bytes(pool);
+        let first = |i: usize, row| pipeline::first(sources[i], (tokens * row) as u64);
+        let sources = [first(0, in_k), first(1, in_v)];
         if writes.is_empty() {
             return Ok(());
         }
@@ -418,19 +426,12 @@ mod tests {
 
     /// Where a cache with pages of 64 tokens puts `tokens` tokens behind `first` others.
     fn writes(format: KvFormat, first: usize, tokens: usize) -> Vec<TokenWrite> {
-        let config = CacheConfig::builder(
-            format,
-            Heads {
-                q: 1,
-                kv: 1,
-                dim: 64,
-            },
-        )
-        .unit_tensor_scales()
-        .centres(false)
-        .sequences(1)
-        .max_len(300)
-        .build();
+        let config = CacheConfig::builder(format, Heads::new(1, 1, 64))
+            .unit_tensor_scales()
+            .centres(false)
+            .sequences(1)
+            .max_len(300)
+            .build();
         let mut cache = Reference::new().create_cache(&config).unwrap();
         let mut all = Vec::new();
         cache

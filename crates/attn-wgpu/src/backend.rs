@@ -82,7 +82,7 @@ impl WgpuBackend {
     ///     [q, out, lse]: [&wgpu::Buffer; 3],
     /// ) -> Result<(), Error> {
     ///     let backend = WgpuBackend::with_device(device, queue)?;
-    ///     let heads = Heads { q: 4, kv: 1, dim: 64 };
+    ///     let heads = Heads::new(4, 1, 64);
     ///     let config = CacheConfig::builder(KvFormat::INT8, heads).max_len(1024).build();
     ///     let mut cache = backend.create_cache(&config)?;
     ///     cache.append(0, &[0.5; 64], &[2.0; 64])?;
@@ -175,7 +175,7 @@ impl WgpuBackend {
         self.gpu.alive("preparing a step")?;
         let config = layer.cache().config();
         self.check(problem, config.format)?;
-        let mismatch = |what, problem: usize, cache: usize| {
+        let mismatch = |what, problem: &dyn ToString, cache: &dyn ToString| {
             Err(Error::Mismatch {
                 what,
                 problem: problem.to_string(),
@@ -183,10 +183,10 @@ impl WgpuBackend {
             })
         };
         if problem.head_dim != config.head_dim {
-            return mismatch("head_dim", problem.head_dim, config.head_dim);
+            return mismatch("head_dim", &problem.head_dim, &config.head_dim);
         }
         if problem.num_kv_heads != config.num_kv_heads {
-            return mismatch("num_kv_heads", problem.num_kv_heads, config.num_kv_heads);
+            return mismatch("num_kv_heads", &problem.num_kv_heads, &config.num_kv_heads);
         }
         if problem.batch() > table.lens.len() {
             return Err(Error::Batch {
@@ -252,7 +252,7 @@ impl WgpuBackend {
 
     /// Records a prepared step into the caller's encoder; nothing is submitted, read back or waited for.
     ///
-    /// `q` and `out` are f32 `[query tokens, num_q_heads, head_dim]`, `lse` f32 `[query tokens, num_q_heads]`; all need
+    /// `q` is f32 `[query tokens, num_q_heads, head_dim.k]`, `out` `[query tokens, num_q_heads, head_dim.v]`, `lse` f32 `[query tokens, num_q_heads]`; all need
     /// `BufferUsages::STORAGE`. The queries are not checked: they must be finite, and `q · softmax_scale · log2 e` at most 2^64.
     ///
     /// # Errors
@@ -353,11 +353,12 @@ impl WgpuBackend {
 
     fn run(&self, step: &Prepared, q: &[f32]) -> Result<Vec<u8>, Error> {
         let gpu = &self.gpu;
-        let (out_bytes, lse_bytes) = (4 * step.out_elems, 4 * step.lse_elems);
+        let (q_bytes, out_bytes) = (4 * step.q_elems, 4 * step.out_elems);
+        let lse_bytes = 4 * step.lse_elems;
         let result = BufferUsages::STORAGE | BufferUsages::COPY_SRC;
         let queries = gpu.buffer(
             "attn queries",
-            out_bytes,
+            q_bytes,
             BufferUsages::STORAGE | BufferUsages::COPY_DST,
         )?;
         let out = gpu.buffer("attn out", out_bytes, result)?;

@@ -20,8 +20,7 @@ pub(crate) struct ViewPages {
 /// Copies one token's codes and scales from the row at `at` of a view to place `t` of a page's run.
 fn copy_token(part: &Part, rows: &StridedRows<'_>, at: [usize; 3], t: usize, run: &mut [u8]) {
     let bits = part.scheme.code_bits();
-    let head_dim = part.head_dim();
-    let codes: Vec<u16> = (0..head_dim).map(|d| rows.code(bits, at, d)).collect();
+    let codes: Vec<u16> = (0..part.dim()).map(|d| rows.code(bits, at, d)).collect();
     part.store_codes(run, t, &codes);
     if part.scheme.has_row_scales() {
         let params = (0..part.num_params()).map(|g| rows.param(at, g));

@@ -44,7 +44,7 @@ fn problem_params(problem: &Problem) -> DecodeParams {
 
 /// Bytes of the partials that a step leaves between its kernels; a number that saturates exceeds every limit.
 fn partials_bytes(problem: &Problem, key: &DecodeKey) -> usize {
-    let of_split = key.rows * (key.head_dim + 2) * 4;
+    let of_split = key.rows * (key.head_dim.v + 2) * 4;
     key.split
         .partials(problem, key.rows)
         .saturating_mul(of_split)
@@ -60,6 +60,7 @@ pub struct Prepared {
     partials: wgpu::Buffer,
     /// The cache's buffers, from binding 4 on.
     stored: Vec<Stored>,
+    pub(crate) q_elems: u64,
     pub(crate) out_elems: u64,
     pub(crate) lse_elems: u64,
 }
@@ -310,7 +311,7 @@ impl LaunchOfBlocks {
             sinks_at: tables.sinks_at as u32,
             pages_per_pool: source.pages_per_pool,
             residual_ring: source.residual_ring() as u32,
-            maxima_at: (partials * problem.head_dim) as u32,
+            maxima_at: (partials * problem.head_dim.v) as u32,
             ..problem_params(problem)
         };
         let params = params.words();
@@ -335,9 +336,12 @@ impl Prepared {
     ) -> Result<Self, Error> {
         source.check(problem)?;
         // Before a list of their blocks is made.
-        let bytes = problem.elements().saturating_mul(4);
-        if bytes as u64 > gpu.largest_binding() {
-            return Err(too_large("queries", bytes, gpu));
+        let sizes = [problem.q_elements(), problem.out_elements()];
+        for (what, elements) in ["queries", "outputs"].into_iter().zip(sizes) {
+            let bytes = elements.saturating_mul(4);
+            if bytes as u64 > gpu.largest_binding() {
+                return Err(too_large(what, bytes, gpu));
+            }
         }
         let blocks: Vec<QueryBlock> = problem.query_blocks(block_tokens(problem)).collect();
         let key = pipelines.key(gpu, &problem.of_blocks(&blocks), source.layout);
@@ -355,7 +359,8 @@ impl Prepared {
             launches,
             partials: gpu.buffer("attn partials", largest as u64, BufferUsages::STORAGE)?,
             stored: source.stored.clone(),
-            out_elems: (problem.rows() * problem.head_dim) as u64,
+            q_elems: problem.q_elements() as u64,
+            out_elems: problem.out_elements() as u64,
             lse_elems: problem.rows() as u64,
         })
     }
@@ -377,7 +382,7 @@ impl Prepared {
         }
         let most = gpu.largest_binding();
         for (what, buffer, elems) in [
-            ("q", q, self.out_elems),
+            ("q", q, self.q_elems),
             ("out", out, self.out_elems),
             ("lse", lse, self.lse_elems),
         ] {
@@ -442,14 +447,7 @@ mod tests {
 
     #[test]
     fn a_window_of_any_length_is_the_cores() {
-        let mut problem = Problem::new(
-            Heads {
-                q: 1,
-                kv: 1,
-                dim: 64,
-            },
-            vec![1 << 20],
-        );
+        let mut problem = Problem::new(Heads::new(1, 1, 64), vec![1 << 20]);
         for (window, passed) in [
             (None, -1),
             (Some(0), 0),

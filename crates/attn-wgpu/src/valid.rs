@@ -2,7 +2,7 @@
 
 use std::{collections::HashMap, io::ErrorKind, path::Path, process::Command};
 
-use attn_core::{Heads, KvFormat, Problem, Scheme};
+use attn_core::{HeadDim, Heads, KvFormat, Problem, Scheme};
 use naga::{
     front::wgsl,
     valid::{Capabilities, ValidationFlags, Validator},
@@ -72,12 +72,18 @@ fn each_specialisation(mut each: impl FnMut(&str, &str)) {
         (192, 32, 4),
         (256, 16, 8),
         (256, 64, 8),
+        (512, 64, 2),
+        (160, 32, 4),
     ];
+    let shapes = shapes.map(|(dim, page_size, rows)| (HeadDim::same(dim), page_size, rows));
+    let unlike = [((192, 128), 64, 8), ((576, 512), 64, 1), ((64, 320), 16, 4)];
+    let unlike = unlike.map(|(dim, page_size, rows)| (HeadDim::from(dim), page_size, rows));
+    let shapes: Vec<_> = shapes.into_iter().chain(unlike).collect();
     let formats = Scheme::ALL.map(|k| Scheme::ALL.map(|v| KvFormat { k, v }));
     for (i, format) in formats.into_iter().flatten().enumerate() {
         // Three shapes of each pair, by turns: all of them would take minutes.
-        for (head_dim, page_size, rows) in shapes.into_iter().cycle().skip(i % 7).step_by(2).take(3)
-        {
+        let own = shapes.iter().cycle().skip(i % shapes.len());
+        for &(head_dim, page_size, rows) in own.step_by(4).take(3) {
             if format.check(head_dim).is_err() {
                 continue;
             }
@@ -100,14 +106,7 @@ fn each_specialisation(mut each: impl FnMut(&str, &str)) {
             {
                 each(&format!("{file} for {key:?}"), &key.text(file).unwrap());
             }
-            let mut problem = Problem::new(
-                Heads {
-                    q: rows,
-                    kv: 1,
-                    dim: head_dim,
-                },
-                vec![1],
-            );
+            let mut problem = Problem::new(Heads::new(rows, 1, head_dim), vec![1]);
             if rows == 2 {
                 problem.scores.softcap = Some(1.0);
                 problem.scores.alibi_slopes = Some(vec![1.0; 2]);

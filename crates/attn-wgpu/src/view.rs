@@ -94,7 +94,7 @@ impl SideRows<'_> {
         &self,
         gpu: &Gpu,
         what: &'static str,
-        scheme: Scheme,
+        (scheme, dim): (Scheme, usize),
         problem: &Problem,
         align: usize,
     ) -> Result<[u64; 2], Error> {
@@ -114,7 +114,7 @@ impl SideRows<'_> {
             let given = format!("starts at {}, strides {strides:?}", self.codes_at);
             return refuse(what, given, format!("multiples of {align} bytes"));
         }
-        let row = problem.head_dim * scheme.code_bits() / 8;
+        let row = dim * scheme.code_bits() / 8;
         let most = gpu.largest_binding();
         let fits = |what, buffer: &wgpu::Buffer, elems: Option<usize>, width: u64| {
             let needed = elems.and_then(|n| (n as u64).checked_mul(width));
@@ -136,7 +136,7 @@ impl SideRows<'_> {
         let Some(scales) = self.scales else {
             return refuse(what, "has no scales".into(), "f16 scales".into());
         };
-        let groups = scheme.groups(problem.head_dim);
+        let groups = scheme.groups(dim);
         let end = reach(problem, self.scales_at, self.scale_strides, groups);
         // The kernels read whole words.
         let end = end.and_then(|n| n.checked_next_multiple_of(2));
@@ -147,8 +147,12 @@ impl SideRows<'_> {
 impl DeviceView<'_> {
     /// Refuses a view that the kernels cannot read in place.
     pub(crate) fn check(&self, gpu: &Gpu, problem: &Problem) -> Result<Checked, Error> {
-        let k = self.k.check(gpu, "k", self.format.k, problem, 16)?;
-        let v = self.v.check(gpu, "v", self.format.v, problem, 4)?;
+        let k = self
+            .k
+            .check(gpu, "k", (self.format.k, problem.head_dim.k), problem, 16)?;
+        let v = self
+            .v
+            .check(gpu, "v", (self.format.v, problem.head_dim.v), problem, 4)?;
         let scales = [self.k_tensor_scales, self.v_tensor_scales];
         self.format.check_scales(scales, problem.num_kv_heads)?;
         let stored = |binding, buffer: &wgpu::Buffer, bytes| Stored {
@@ -217,11 +221,11 @@ pub(crate) fn upload(
     if !suits(view.k(), 16) || !suits(view.v(), 4) {
         return Ok(None);
     }
-    let side = |rows: &StridedRows<'_>, scheme: Scheme| -> Result<Uploaded, Error> {
-        let row = problem.head_dim * scheme.code_bits() / 8;
+    let side = |rows: &StridedRows<'_>, scheme: Scheme, dim: usize| -> Result<Uploaded, Error> {
+        let row = dim * scheme.code_bits() / 8;
         let used = reach(problem, 0, rows.code_strides, row).unwrap_or(0);
         let scales = if scheme.has_row_scales() {
-            let groups = scheme.groups(problem.head_dim);
+            let groups = scheme.groups(dim);
             let used = reach(problem, 0, rows.scale_strides, groups).unwrap_or(0);
             let bytes = bytemuck::cast_slice(&rows.scales[..used.min(rows.scales.len())]);
             Some(write(gpu, bytes)?)
@@ -236,8 +240,8 @@ pub(crate) fn upload(
         })
     };
     Ok(Some([
-        side(view.k(), view.format().k)?,
-        side(view.v(), view.format().v)?,
+        side(view.k(), view.format().k, problem.head_dim.k)?,
+        side(view.v(), view.format().v, problem.head_dim.v)?,
     ]))
 }
 

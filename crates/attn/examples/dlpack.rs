@@ -178,11 +178,7 @@ impl Tensor {
 }
 
 fn main() -> Result<(), Error> {
-    let heads = Heads {
-        q: 4,
-        kv: 2,
-        dim: 64,
-    };
+    let heads = Heads::new(4, 2, 64);
     let config = CacheConfig::builder(KvFormat::INT8, heads)
         .max_len(64)
         .build();

@@ -1,16 +1,18 @@
 //! A cache on the best device here, a prompt, and decode steps behind it: what an engine does for each layer. `cargo run --release --example session`
 
-use attn::{Append, Attend, AttendRows, CacheConfig, Device, Error, Heads, KvFormat, Session};
+use attn::{
+    Append, Attend, AttendRows, CacheConfig, Device, Error, HeadDim, Heads, KvFormat, Session,
+};
 
 const HEADS: Heads = Heads {
     q: 32,
     kv: 8,
-    dim: 128,
+    dim: HeadDim::same(128),
 };
 
 /// Stands for what a model's projections give: numbers in −1..1.
 fn rows(seed: usize, tokens: usize, heads: usize) -> Vec<f32> {
-    (0..tokens * heads * HEADS.dim)
+    (0..tokens * heads * HEADS.dim.k)
         .map(|i| ((i * 7919 + seed * 104_729) % 2003) as f32 / 1001.0 - 1.0)
         .collect()
 }

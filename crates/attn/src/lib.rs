@@ -4,7 +4,7 @@
 //! use attn::{CacheConfig, DecodeStep, Heads, KvFormat, KvSource, Problem};
 //!
 //! let backend = attn::select(None)?.backend;
-//! let heads = Heads { q: 4, kv: 1, dim: 64 };
+//! let heads = Heads::new(4, 1, 64);
 //! let config = CacheConfig::builder(KvFormat::INT8, heads).max_len(1024).build();
 //! let mut cache = backend.create_cache(&config)?;
 //! // Planned once, for lengths up to the longest; the first step that the kernels are compiled for takes longer.
@@ -32,13 +32,13 @@ pub use attn_core::{
     Append, Arithmetic, Attend, Attended, AttnState, BackendId, CacheAccess, CacheBuilder,
     CacheConfig, CacheLayer, CachedSequences, CheckpointPage, DecodeAttention, DecodeStep,
     DeviceInfo, DeviceMemory, DeviceResults, DeviceRows, DeviceSteps, Dtype, ElementIndex,
-    Elements, ElementsMut, Error, ErrorKind, FirstTile, Given, Heads, HostPages, HostStore,
-    Int8Scale, KvCache, KvFormat, KvMemory, KvSource, KvView, PackedRows, PageLayout, PagePool,
-    PageStore, PageTable, Plan, Problem, Recent, Rotary, RotaryScaling, RotaryStyle, RotaryTable,
-    RowPlaces, Rows, RowsMut, Scheme, ScoreModifiers, SequenceImage, SlotAppend, SpanStates,
-    SpansStep, StepInputs, StepOutputs, StridedRows, TokenWrite, TruncateLimit, Unsupported,
-    WideRows, WideRowsMut, Window, arithmetic, cache, centres, convert, events, format, formats,
-    layout, problem, process, quant, rotary,
+    Elements, ElementsMut, Error, ErrorKind, FirstTile, Given, HEAD_DIMS, HeadDim, Heads,
+    HostPages, HostStore, Int8Scale, KvCache, KvFormat, KvMemory, KvSource, KvView, MAX_HEAD_DIM,
+    PackedRows, PageLayout, PagePool, PageStore, PageTable, Plan, Problem, Recent, Rotary,
+    RotaryScaling, RotaryStyle, RotaryTable, RowPlaces, Rows, RowsMut, Scheme, ScoreModifiers,
+    SequenceImage, SlotAppend, SpanStates, SpansStep, StepInputs, StepOutputs, StridedRows,
+    TokenWrite, TruncateLimit, Unsupported, WideRows, WideRowsMut, Window, arithmetic, cache,
+    centres, convert, events, format, formats, layout, problem, process, quant, rotary,
 };
 
 pub use device::{Device, DeviceName};

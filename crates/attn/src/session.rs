@@ -62,7 +62,7 @@ pub struct SpanRows<'a> {
 /// ```
 /// use attn::{Append, Attend, AttendRows, CacheConfig, Device, Heads, KvFormat, Session};
 ///
-/// let heads = Heads { q: 4, kv: 1, dim: 64 };
+/// let heads = Heads::new(4, 1, 64);
 /// let config = CacheConfig::builder(KvFormat::INT8, heads).sequences(3).max_len(1024).build();
 /// let mut session = Session::new(Device::best()?.into(), &config)?;
 /// session.append(&[Append { sequence: 2, tokens: 1 }], &[0.5; 64], &[2.0; 64])?;
@@ -78,7 +78,7 @@ pub struct SpanRows<'a> {
 /// ```
 /// use attn::{Append, Attend, AttendRows, CacheConfig, Device, Heads, KvFormat, Session};
 ///
-/// let heads = Heads { q: 4, kv: 1, dim: 64 };
+/// let heads = Heads::new(4, 1, 64);
 /// let config = CacheConfig::builder(KvFormat::INT8, heads).layers(2).max_len(64).build();
 /// let mut session = Session::new(Device::best()?.into(), &config)?;
 /// let (q, mut out) = ([1.0; 4 * 64], [[0.0; 4 * 64]; 2]);
@@ -201,8 +201,8 @@ impl Session {
         if all_on_device(&places)? {
             let (steps, cache) = self.steps()?;
             let attended = at.of_cache(cache)?;
-            let q = q.device_rows("q", attended.rows())?;
-            let out = out.device_rows("out", attended.rows())?;
+            let q = q.device_rows("q", attended.problem().q_shape())?;
+            let out = out.device_rows("out", attended.problem().out_shape())?;
             let lse = lse.map(|lse| lse.device_rows("lse", attended.lse_rows()));
             let lse = lse.transpose()?;
             return steps.attend(&attended, q, DeviceResults::Rows { out, lse });
@@ -225,7 +225,7 @@ impl Session {
     /// use attn::{Append, Attend, BackendId, CacheConfig, Device, Heads, KvFormat, Problem, Session, SpanStates};
     ///
     /// let device = std::sync::Arc::new(Device::open(BackendId::Cpu.into())?);
-    /// let heads = Heads { q: 4, kv: 1, dim: 64 };
+    /// let heads = Heads::new(4, 1, 64);
     /// let config = CacheConfig::builder(KvFormat::INT8, heads).max_len(1024).build();
     /// let q = [0.25; 4 * 64];
     /// // 1024 tokens here, and 300 in another shard, whose keys have the first one's centres.
@@ -281,7 +281,7 @@ impl Session {
                 max_sums: rows.max_sums.device_rows("max_sums", of_max_sums)?,
                 o: rows.o.device_rows("o", of_o)?,
             };
-            let q = rows.q.device_rows("q", attended.rows())?;
+            let q = rows.q.device_rows("q", attended.problem().q_shape())?;
             return steps.attend(&attended, q, states);
         }
         let attended = at.of_cache(&self.cache)?;

@@ -57,11 +57,7 @@ fn a_backend_that_is_opened_by_name_is_told_or_the_reason() {
 #[test]
 fn plans_that_serve_again_are_not_told() {
     let backend = attn::open(BackendId::Cpu).unwrap();
-    let heads = Heads {
-        q: 1,
-        kv: 1,
-        dim: 64,
-    };
+    let heads = Heads::new(1, 1, 64);
     let config = attn::CacheConfig::builder(KvFormat::INT8, heads)
         .max_len(256)
         .build();
@@ -91,11 +87,7 @@ fn plans_that_serve_again_are_not_told() {
 #[test]
 fn the_first_numbers_that_saturate_are_told_once_for_each_cache() {
     let backend = attn::open(BackendId::Cpu).unwrap();
-    let heads = Heads {
-        q: 1,
-        kv: 1,
-        dim: 64,
-    };
+    let heads = Heads::new(1, 1, 64);
     let builder = attn::CacheConfig::builder("fp8".parse().unwrap(), heads).max_len(64);
     let config = builder.tensor_scales([0.01], [0.01]).build();
     let mut session = Session::new(backend.into(), &config).unwrap();
@@ -132,11 +124,7 @@ fn the_first_numbers_that_saturate_are_told_once_for_each_cache() {
 #[test]
 fn keys_with_outlier_channels_are_told_once_for_each_cache() {
     let backend = attn::open(BackendId::Cpu).unwrap();
-    let heads = Heads {
-        q: 1,
-        kv: 1,
-        dim: 64,
-    };
+    let heads = Heads::new(1, 1, 64);
     let builder = attn::CacheConfig::builder(KvFormat::INT8, heads);
     let config = builder.max_len(2048).build();
     let mut session = Session::new(backend.into(), &config).unwrap();

@@ -7,8 +7,8 @@ mod child;
 use std::{cell::RefCell, sync::Arc};
 
 use attn::{
-    Append, Attend, AttendRows, BackendId, CacheConfig, DecodeAttention, DecodeStep, Error, Heads,
-    KvFormat, KvSource, Problem, SequenceImage, Session, SpansStep, Unsupported,
+    Append, Attend, AttendRows, BackendId, CacheConfig, DecodeAttention, DecodeStep, Error,
+    HeadDim, Heads, KvFormat, KvSource, Problem, SequenceImage, Session, SpansStep, Unsupported,
 };
 
 /// Enough rows that an append and a step take several threads.
@@ -17,7 +17,7 @@ const TOKENS: usize = 600;
 const HEADS: Heads = Heads {
     q: 4,
     kv: 2,
-    dim: 64,
+    dim: HeadDim::same(64),
 };
 
 fn is_told<T>(result: Result<T, Error>) -> bool {
@@ -33,8 +33,8 @@ fn a_forked_process_is_refused_by_every_call_that_needs_threads() {
         .max_len(4096)
         .build();
     let mut cache = backend.create_cache(&config).unwrap();
-    let rows = vec![0.5; TOKENS * HEADS.kv * HEADS.dim];
-    let q = vec![0.25; TOKENS * HEADS.q * HEADS.dim];
+    let rows = vec![0.5; TOKENS * HEADS.kv * HEADS.dim.k];
+    let q = vec![0.25; TOKENS * HEADS.q * HEADS.dim.k];
     cache.append(0, &rows, &rows).unwrap();
     let problem = Problem::new(HEADS, [TOKENS]).q_len(TOKENS);
     let plan = backend.plan(&problem, KvFormat::INT8).unwrap();
@@ -60,7 +60,7 @@ fn a_forked_process_is_refused_by_every_call_that_needs_threads() {
             is_told(cache.borrow_mut().append(0, &rows, &rows))
         }),
         ("an append of one token is refused", &|| {
-            let row = &rows[..HEADS.kv * HEADS.dim];
+            let row = &rows[..HEADS.kv * HEADS.dim.k];
             is_told(cache.borrow_mut().append(0, row, row))
         }),
         ("a step with a kept plan is refused", &|| {

@@ -7,15 +7,15 @@ use std::{
 
 use attn::{
     Append, Attend, AttendRows, Attended, CacheAccess, CacheConfig, DeviceMemory, DeviceResults,
-    DeviceRows, DeviceSteps, Dtype, Error, Heads, KvFormat, PageStore, Rows, RowsMut, Session,
-    SpanRows, SpanStates, TokenWrite,
+    DeviceRows, DeviceSteps, Dtype, Error, HeadDim, Heads, KvFormat, PageStore, Rows, RowsMut,
+    Session, SpanRows, SpanStates, TokenWrite,
 };
 use attn_conformance::fake::{FakeBackend, FakePages};
 
 const HEADS: Heads = Heads {
     q: 2,
     kv: 1,
-    dim: 64,
+    dim: HeadDim::same(64),
 };
 
 /// What was done, in order.
@@ -84,10 +84,10 @@ impl DeviceSteps for NotedSteps {
         q: DeviceRows<'_>,
         results: DeviceResults<'_>,
     ) -> Result<(), Error> {
-        assert_eq!(q.shape(), attended.rows());
+        assert_eq!(q.shape(), attended.problem().q_shape());
         match results {
             DeviceResults::Rows { out, lse } => {
-                assert_eq!(out.shape(), attended.rows());
+                assert_eq!(out.shape(), attended.problem().out_shape());
                 let lse = lse.map_or(attended.lse_rows(), |lse| lse.shape());
                 assert_eq!(lse, attended.lse_rows());
             }

@@ -11,7 +11,7 @@ struct KernelDefaults {
     static constexpr int TILE_WARPS = 1;        // warps that share each tile
     static constexpr int LEAST_BLOCK = 16;      // tokens that lie together in a stage, at least
     static constexpr int SHARED_PARTIALS = 12;  // of so many partials and more of a work item, several CTAs merge rows
-    static constexpr int STATE_STRIDE = HEAD_DIM + 4;  // floats of a state's row in shared memory; 4 keeps the rows that a warp stores at once in different banks
+    static constexpr int STATE_STRIDE = V_DIM + 4;  // floats of a state's row in shared memory; 4 keeps the rows that a warp stores at once in different banks
 
     // Whether teams merge through global memory: a work item then has any number of CTAs.
     static constexpr bool MERGES_GLOBALLY = false;

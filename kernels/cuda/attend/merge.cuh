@@ -7,7 +7,7 @@
 
 namespace attn {
 
-constexpr int ROW_VECTORS = HEAD_DIM / 4;   // float4s of a row
+constexpr int ROW_VECTORS = V_DIM / 4;   // float4s of a row
 
 // The factors of a merge to the exponent `top`, the larger one. An empty side has O = +0 and factor -0: adding it changes nothing, not even a zero's sign.
 DEVICE Factors merge_factors(float m, float m_b, float top) {
@@ -87,7 +87,7 @@ struct Epilogue {
         long long at = item.row(p, row);
         if (at < 0) return {};
         float tensor = p.v_tensor_scales ? p.v_tensor_scales[item.kv_head] : 1.0f;
-        return {row_at(p.out, at, HEAD_DIM, p.dtype), p.lse ? p.lse + at : nullptr, 0.0f, tensor, item.sink(p, row), p.dtype};
+        return {row_at(p.out, at, V_DIM, p.dtype), p.lse ? p.lse + at : nullptr, 0.0f, tensor, item.sink(p, row), p.dtype};
     }
     // Merges the sink, and writes the log-sum-exp if this is the row's first thread. Nothing seen: O is +0, and so is the result.
     METHOD void begin(float m, float l, bool first) {
@@ -101,7 +101,7 @@ struct Epilogue {
     METHOD float of(float o) const { return o * scale * tensor; }
     // Vectors lane, lane + LANES, … of a finished row, by LANES neighbouring threads; all threads of the warp call it together.
     template <int LANES, int N> METHOD void write_row(float (&x)[N][4], int lane) const {
-        if constexpr (Values::IS_ROTATED) rotate_back<LANES>(x, lane);
+        if constexpr (Values::IS_ROTATED) rotate_back<Values, LANES>(x, lane);
         if (!out) return;
         auto write = [&](int type) {
 #pragma unroll
@@ -128,14 +128,14 @@ struct Epilogue {
     // Turns back a row that lies in shared memory, a word to each lane and 32 dims apart, and writes those 32 dims whose number is `first`,
     // first + step, …; several warps may share the row.
     METHOD void write_rotated(u32 row, int first, int step, int lane) const {
-        constexpr int COLUMNS = (HEAD_DIM + 31) / 32;
+        constexpr int COLUMNS = (V_DIM + 31) / 32;
         float x[COLUMNS][1];
 #pragma unroll
         for (int k = 0; k < COLUMNS; k++) x[k][0] = bits_float(lds32(row + k * 128));
-        rotate_back<32>(x, lane);
+        rotate_back<Values, 32>(x, lane);
 #pragma unroll
         for (int k = 0; k < COLUMNS; k++)
-            if ((k - first) % step == 0 && k * 32 + lane < HEAD_DIM) write_final(k * 32 + lane, x[k][0]);
+            if ((k - first) % step == 0 && k * 32 + lane < V_DIM) write_final(k * 32 + lane, x[k][0]);
     }
     // Some elements of a row that is not rotated.
     METHOD void write(int vector, const float4& o) const {

@@ -26,7 +26,7 @@ constexpr int FEW = 4;
 // global memory. A launch waits for this last, for one warp's latencies in a row; so a batch of states is loaded at once, and four
 // partials at a time are merged without a branch. Refilling merged places of the batch would make the compiler wait for each load.
 template <class Vector, int LANES, Level LEVEL> static __device__ __noinline__ void merge_partials(PartialRows partials, Epilogue epilogue, int from, int to) {
-    constexpr int WIDTH = sizeof(Vector) / 4, VECTORS = WIDTH < 4 ? 1 : (HEAD_DIM / WIDTH + LANES - 1) / LANES;
+    constexpr int WIDTH = sizeof(Vector) / 4, VECTORS = WIDTH < 4 ? 1 : (V_DIM / WIDTH + LANES - 1) / LANES;
     constexpr int CHUNK = VECTORS < 4 || Values::IS_ROTATED ? VECTORS : 4, WIDEST = WIDTH < (Config::MERGES_GLOBALLY ? 2 : 4) ? LANES : LANES / 2;
     constexpr int BATCH = Values::IS_ROTATED && WIDEST > SPAN && WIDEST * CHUNK * WIDTH > 64 ? WIDEST / 2 : WIDEST;  // of partials; a rotation takes registers, too
     constexpr int RUN = LEVEL == SPAN_STATES ? LANES : SPAN, OF_SPAN = LEVEL == TILE_VALUES ? SPAN * SPAN : SPAN;
@@ -57,7 +57,7 @@ template <class Vector, int LANES, Level LEVEL> static __device__ __noinline__ v
                 auto each = [&](auto take) {
 #pragma unroll
                     for (int i = 0; i < BATCH; i++) {
-                        Vector* of_partial = (Vector*)(partials.states + (u64)min(base + u0 + i, partials.end - 1) * (Config::ROWS * HEAD_DIM));
+                        Vector* of_partial = (Vector*)(partials.states + (u64)min(base + u0 + i, partials.end - 1) * (Config::ROWS * V_DIM));
 #pragma unroll
                         for (int k = 0; k < CHUNK; k++) take(i, k, of_partial + min(at + k * LANES, to - 1));
                     }
@@ -169,7 +169,7 @@ template <class Vector, int LANES, Level LEVEL> static __device__ __noinline__ v
 template <class Vector, int LANES> DEVICE void merge_row(const DecodeParams& p, const WorkItem& item, int first, int row, u32 rotated, int from, int to) {
     u64 partial = item.index(p) * p.max_partials;
     float2* ml = Config::MERGES_GLOBALLY && row >= item.rows(p) ? nullptr : p.partial_max_sum + partial * Config::ROWS + row;
-    PartialRows partials = {p.partial_o + (partial * Config::ROWS + row) * HEAD_DIM, ml, first, item.num_partials, rotated};
+    PartialRows partials = {p.partial_o + (partial * Config::ROWS + row) * V_DIM, ml, first, item.num_partials, rotated};
     Epilogue epilogue = Epilogue::at(p, item, row);
     // Tiles are few, and merged by slices.
     if constexpr (Config::MERGES_GLOBALLY && LANES == 32)
@@ -255,7 +255,7 @@ DEVICE Arrival on_arrival(const DecodeParams& p, const WorkItem& item, u32 befor
 
 // The threads that merge together, and their place for a row that is rotated.
 struct Mergers {
-    u32 row;  // float [HEAD_DIM, to a multiple of 32]
+    u32 row;  // float [V_DIM, to a multiple of 32]
     int barrier_id;
 
     METHOD void barrier() const {
@@ -266,8 +266,8 @@ struct Mergers {
 DEVICE void merge_slices(const DecodeParams& p, const WorkItem& item, const Mergers& mergers, int first, u32 slices) {
     // Two dims per lane where one would give a warp several columns: columns in a row take 2 µs more of 28. Rows that are rotated come one by one.
     constexpr int ROWS_AT_ONCE = Values::IS_ROTATED ? 1 : SLICE_ROWS, WARPS = Config::MERGE_THREADS / 32;
-    constexpr bool PAIRS = !Values::IS_ROTATED && SLICE_ROWS * (HEAD_DIM / 32) > WARPS && HEAD_DIM % 64 == 0;
-    constexpr int WIDTH = PAIRS ? 2 : 1, COLUMNS = (HEAD_DIM / WIDTH + 31) / 32;  // of a row
+    constexpr bool PAIRS = !Values::IS_ROTATED && SLICE_ROWS * (V_DIM / 32) > WARPS && V_DIM % 64 == 0;
+    constexpr int WIDTH = PAIRS ? 2 : 1, COLUMNS = (V_DIM / WIDTH + 31) / 32;  // of a row
     int warp = Config::merge_thread() / 32;
     mergers.barrier();  // warps of the team may still use the place for their last tile
 #pragma unroll 1
@@ -278,8 +278,8 @@ DEVICE void merge_slices(const DecodeParams& p, const WorkItem& item, const Merg
 #pragma unroll 1
             for (int i = warp; i < ROWS_AT_ONCE * COLUMNS; i += WARPS) {
                 int of_row = row + i / COLUMNS, from = i % COLUMNS * 32;
-                if constexpr (PAIRS) merge_row<float2, 32>(p, item, first, of_row, 0, from, HEAD_DIM / WIDTH);
-                else merge_row<float, 32>(p, item, first, of_row, mergers.row, from, HEAD_DIM / WIDTH);
+                if constexpr (PAIRS) merge_row<float2, 32>(p, item, first, of_row, 0, from, V_DIM / WIDTH);
+                else merge_row<float, 32>(p, item, first, of_row, mergers.row, from, V_DIM / WIDTH);
             }
             mergers.barrier();
             if (Values::IS_ROTATED)

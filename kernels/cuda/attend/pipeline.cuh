@@ -57,12 +57,12 @@ DEVICE void wait_keys(Ring& next, bool residuals, StagedTile& at) {
     at.residuals = residuals;
     at.k = {stage, Stage::K_STRIDE};
     at.v = {stage + Stage::K_BLOCK_BYTES, Stage::V_STRIDE};
-    at.k_residuals = {stage + Stage::K_BLOCK_BYTES * Stage::BLOCKS, Stage::RESIDUALS};
+    at.k_residuals = {stage + Stage::K_BLOCK_BYTES * Stage::BLOCKS, Stage::K_RESIDUALS};
     if (stages_of_keys(residuals) == 1) return;
     stage = next.wait();
     next.advance();
-    at.k_residuals = {stage, Stage::RESIDUAL_STRIDE};
-    at.v_residuals = {stage + Stage::K_RESIDUALS, Stage::RESIDUAL_STRIDE};
+    at.k_residuals = {stage, Stage::K_RESIDUAL_STRIDE};
+    at.v_residuals = {stage + Stage::K_RESIDUALS, Stage::V_RESIDUAL_STRIDE};
 }
 // The same for V.
 DEVICE void wait_values(Ring& next, bool residuals, StagedTile& at) {
@@ -70,7 +70,7 @@ DEVICE void wait_values(Ring& next, bool residuals, StagedTile& at) {
     u32 stage = next.wait();
     next.advance();
     at.v = {stage, Stage::V_STRIDE};
-    at.v_residuals = {stage + Stage::V_BLOCK_BYTES * Stage::BLOCKS, Stage::RESIDUALS};
+    at.v_residuals = {stage + Stage::V_BLOCK_BYTES * Stage::BLOCKS, Stage::V_RESIDUALS};
     if (stages_of_values(residuals) == 1) return;
     at.v_residuals.at = next.wait();
     next.advance();
@@ -251,9 +251,9 @@ template <class Source> struct TileCopier {
                 int bytes = (has_k ? Stage::K_RESIDUALS : 0) + (has_v ? Stage::V_RESIDUALS : 0);
                 copy(to + n * bytes, from + (has_k ? 0 : Run::V_RESIDUALS), bytes);
             } else {
-                if (has_k && Keys::WINDOW) copy_panels<8>(to, from, PANELS, n);
+                if (has_k && Keys::WINDOW) copy_panels<8>(to, from, Keys::PANELS, n);
                 if (has_v && Values::WINDOW)
-                    copy(to + (has_k ? Stage::K_RESIDUALS : 0) + n * PIECE * HEAD_DIM / 2, from + Run::V_RESIDUALS + in_page() * HEAD_DIM / 2, PIECE * HEAD_DIM / 2);
+                    copy(to + (has_k ? Stage::K_RESIDUALS : 0) + n * PIECE * V_DIM / 2, from + Run::V_RESIDUALS + in_page() * V_DIM / 2, PIECE * V_DIM / 2);
             }
         }
     }
@@ -294,8 +294,8 @@ template <class Source> struct TileCopier {
     }
     template <class Side, bool IS_V> METHOD void copy_piece_of(const u8* side, u32 to, int n) {
         constexpr int BITS = Side::BITS, EACH = param_bytes(Side::SCHEME);
-        if constexpr (IS_V && BITS < 16) copy(to + n * PIECE * HEAD_DIM * BITS / 8, side + in_page() * HEAD_DIM * BITS / 8, PIECE * HEAD_DIM * BITS / 8);
-        else copy_panels<BITS == 4 ? 8 : 16>(to, side, BITS == 16 ? 2 * PANELS : PANELS, n);
+        if constexpr (IS_V && BITS < 16) copy(to + n * Side::codes(PIECE), side + Side::codes(in_page()), Side::codes(PIECE));
+        else copy_panels<BITS == 4 ? 8 : 16>(to, side, BITS == 16 ? 2 * Side::PANELS : Side::PANELS, n);
         if constexpr (EACH != 0) copy_panels<EACH>(to + Side::codes(TILE), side + Side::codes(PAGE), Side::GROUPS, n);
     }
     // A tile of strided rows: by the copy engine where all tokens exist, one instruction for as many bytes of each row as its swizzle spans,

@@ -44,7 +44,7 @@ template <class Item> DEVICE QueryRow query_row(const DecodeParams& p, const Ite
     r = real ? r : 0;
     int i = (u32)r / p.heads_per_kv_divmod, head = (kv_head - i) * p.heads_per_kv + r;
     float factor = p.log2_scale * (p.k_tensor_scales ? p.k_tensor_scales[kv_head] : 1.0f);
-    return {row_at(p.q, (u64)(queries.first + i) * p.num_q_heads + head, HEAD_DIM, p.dtype), real ? factor : 0.0f, p.dtype};
+    return {row_at(p.q, (u64)(queries.first + i) * p.num_q_heads + head, K_DIM, p.dtype), real ? factor : 0.0f, p.dtype};
 }
 
 // Whether scores pass through a soft cap or slopes: they are multiplied by their row's step before, else on their way to the grid.
@@ -106,27 +106,27 @@ DEVICE u32 centre_row(const DecodeParams& p, int sequence) {
 
 // The two centres of a row of centres and a KV head, one behind the other.
 DEVICE const u16* find_centres(const DecodeParams& p, u32 row, int kv_head) {
-    return HAS_CENTRES ? centre_at<HEAD_DIM>(p.centres, row, p.num_kv_heads, kv_head) : nullptr;
+    return HAS_CENTRES ? centre_at<K_DIM>(p.centres, row, p.num_kv_heads, kv_head) : nullptr;
 }
 // Brings both centres near.
 DEVICE void prefetch_centres(const u16* centres, int lane) {
-    constexpr int LINES = (4 * HEAD_DIM + 127) / 128;
+    constexpr int LINES = (4 * K_DIM + 127) / 128;
     if (lane < LINES) prefetch_line(centres + lane * 64);
 }
 // The elements of a centre that meet those of q' in this lane.
 struct CentreElements {
-    uint2 of[HAS_CENTRES ? PANELS : 1];
+    uint2 of[HAS_CENTRES ? Keys::PANELS : 1];
 
     METHOD void load(const u16* centre, int lane) {
 #pragma unroll
-        for (int panel = 0; HAS_CENTRES && panel < PANELS; panel++) of[panel] = *(const uint2*)(centre + panel * 16 + 4 * (lane % 4));
+        for (int panel = 0; HAS_CENTRES && panel < Keys::PANELS; panel++) of[panel] = *(const uint2*)(centre + panel * 16 + 4 * (lane % 4));
     }
 };
 // What a row's scores count from on the grid where their tokens' keys lack the centre; x are the lane's elements of q'.
-DEVICE float score_base(const float (&x)[PANELS][4], const CentreElements& centre) {
+DEVICE float score_base(const float (&x)[Keys::PANELS][4], const CentreElements& centre) {
     float sum[4] = {};
 #pragma unroll
-    for (int panel = 0; panel < PANELS; panel++) {
+    for (int panel = 0; panel < Keys::PANELS; panel++) {
         const uint2 c = centre.of[panel];
         const u32 halves[4] = {c.x << 16, c.x & 0xffff0000, c.y << 16, c.y & 0xffff0000};
 #pragma unroll
@@ -141,12 +141,12 @@ DEVICE float score_base(const float (&x)[PANELS][4], const CentreElements& centr
 }
 
 // Loads this lane's elements of N rows: all of them, before one is used.
-template <int N> DEVICE void load_elements(const QueryRow (&rows)[N], int lane, float (&x)[N][PANELS][4]) {
+template <int N> DEVICE void load_elements(const QueryRow (&rows)[N], int lane, float (&x)[N][Keys::PANELS][4]) {
     auto load = [&](auto narrow) {
 #pragma unroll
         for (int n = 0; n < N; n++)
 #pragma unroll
-            for (int panel = 0; panel < PANELS; panel++) {
+            for (int panel = 0; panel < Keys::PANELS; panel++) {
                 if (Keys::BITS == 16) rows[n].template pairs<decltype(narrow)::value>(panel * 16 + 2 * (lane % 4), x[n][panel]);
                 else rows[n].template four<decltype(narrow)::value>(panel * 16 + 4 * (lane % 4), x[n][panel]);
             }
@@ -155,11 +155,11 @@ template <int N> DEVICE void load_elements(const QueryRow (&rows)[N], int lane, 
     else load(Is<true>());
 }
 // Rotates a row where K is; returns its largest magnitude.
-DEVICE float rotate_row(float (&x)[PANELS][4], int lane) {
-    if constexpr (Keys::IS_ROTATED) rotate_back<4>(x, lane % 4);
+DEVICE float rotate_row(float (&x)[Keys::PANELS][4], int lane) {
+    if constexpr (Keys::IS_ROTATED) rotate_back<Keys, 4>(x, lane % 4);
     float largest[4] = {};
 #pragma unroll
-    for (int panel = 0; panel < PANELS; panel++)
+    for (int panel = 0; panel < Keys::PANELS; panel++)
 #pragma unroll
         for (int i = 0; i < 4; i++) largest[i] = fmaxf(largest[i], fabsf(x[panel][i]));
     return quad_max(fmaxf(fmaxf(largest[0], largest[1]), fmaxf(largest[2], largest[3])));

@@ -5,17 +5,11 @@
 
 namespace attn {
 
-constexpr int rotation_halvings() {
-    int log = 0;
-    while (1 << log < ROTATED_BLOCK) log++;
-    return (log + 1) / 2;
-}
-
-// Rotates a query, or turns an output row back. LANES neighbouring threads share the row: element i of x[k] is that of dim
+// Rotates a query (as keys are), or turns an output row (as values are) back. LANES neighbouring threads share the row: element i of x[k] is that of dim
 // W·(lane + LANES·k) + i, lane < LANES.
-template <int LANES, int N, int W> DEVICE void rotate_back(float (&x)[N][W], int lane) {
+template <class Side, int LANES, int N, int W> DEVICE void rotate_back(float (&x)[N][W], int lane) {
 #pragma unroll
-    for (int stride = 1; stride < ROTATED_BLOCK; stride *= 2) {
+    for (int stride = 1; stride < Side::ROTATED_BLOCK; stride *= 2) {
         float sign = lane & stride / W ? -1.0f : 1.0f;
 #pragma unroll
         for (int k = 0; k < N; k++)
@@ -32,7 +26,7 @@ template <int LANES, int N, int W> DEVICE void rotate_back(float (&x)[N][W], int
                 x[k2 % N][i2 % W] = a - b;
             }
     }
-    constexpr float FACTOR = 1.0f / (1 << rotation_halvings());
+    constexpr float FACTOR = 1.0f / (1 << Side::BACK_HALVINGS);
 #pragma unroll
     for (int k = 0; k < N; k++)
 #pragma unroll

@@ -39,13 +39,13 @@ struct Stage {
 
     // Residuals of a tile that some row reads with them: behind their side's codes where the stage has room, else in the next stage. Other tiles
     // have none.
-    static constexpr int RESIDUALS = BLOCK * HEAD_DIM / 2;  // bytes of a side, in a block
     static constexpr int K_RESIDUALS = Keys::residuals(BLOCK), V_RESIDUALS = Values::residuals(BLOCK);
-    static constexpr bool K_RESIDUALS_APART = Keys::WINDOW && (HOLDS_BOTH || (K_BLOCK_BYTES + RESIDUALS) * BLOCKS > CODES_BYTES);
-    static constexpr bool V_RESIDUALS_APART = Values::WINDOW && (HOLDS_BOTH || (V_BLOCK_BYTES + RESIDUALS) * BLOCKS > CODES_BYTES);
+    static constexpr bool K_RESIDUALS_APART = Keys::WINDOW && (HOLDS_BOTH || (K_BLOCK_BYTES + K_RESIDUALS) * BLOCKS > CODES_BYTES);
+    static constexpr bool V_RESIDUALS_APART = Values::WINDOW && (HOLDS_BOTH || (V_BLOCK_BYTES + V_RESIDUALS) * BLOCKS > CODES_BYTES);
     static_assert(Config::STAGES >= 2 || !(K_RESIDUALS_APART || V_RESIDUALS_APART), "codes and residuals are read together");
     // From block to block. Where K and V are in one stage, their residuals are in one, too, block after block.
-    static constexpr int RESIDUAL_STRIDE = HOLDS_BOTH ? K_RESIDUALS + V_RESIDUALS : RESIDUALS;
+    static constexpr int K_RESIDUAL_STRIDE = HOLDS_BOTH ? K_RESIDUALS + V_RESIDUALS : K_RESIDUALS;
+    static constexpr int V_RESIDUAL_STRIDE = HOLDS_BOTH ? K_RESIDUALS + V_RESIDUALS : V_RESIDUALS;
 
     // Strided rows lie side by side as far as the swizzle reaches, so many bytes of each, the 16-byte chunks of neighbouring rows in different
     // banks; the rest of each row behind them.

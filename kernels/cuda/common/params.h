@@ -226,7 +226,7 @@ struct MergeStatesParams {
     long long lse_stride;                      // Elements from one state's log-sum-exps to the next one's.
     int states;                                // States.
     int rows;                                  // Rows.
-    int head_dim;                              // Elements of a row, a multiple of 4 up to 256.
+    int head_dim;                              // Elements of a row, a multiple of 4 up to 576.
     int in_dtype;                              // Number format of the states' outputs: Dtype.
     int out_dtype;                             // Number format of the merged outputs: Dtype.
     unsigned int reserved;                     // Unused: the size is a multiple of 8.

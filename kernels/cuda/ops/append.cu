@@ -15,8 +15,8 @@
 
 namespace attn {
 
-typedef Token<Keys::SCHEME, Keys::GROUPS, false> KToken;
-typedef Token<Values::SCHEME, Values::GROUPS, (Values::BITS < 16)> VToken;
+typedef Token<Keys, false> KToken;
+typedef Token<Values, (Values::BITS < 16)> VToken;
 
 DEVICE u8* run_of(const AppendParams& p, u32 page, int head) { return p.pool + page * p.page_stride + (u32)head * Run::BYTES; }
 DEVICE u32 page_of(const AppendParams& p, int b, u32 page) { return p.page_table[(long long)b * p.page_table_stride + page]; }
@@ -45,10 +45,10 @@ DEVICE Place place_of(const AppendParams& p, int b, u32 page, u32 t, int head, b
 }
 
 DEVICE void load_k(const AppendParams& p, KToken& k, long long token, int head, int lane) {
-    k.load(p.k, p.dtype, p.k_token_stride, token * p.k_token_stride + (long long)head * HEAD_DIM, lane);
+    k.load(p.k, p.dtype, p.k_token_stride, token * p.k_token_stride + (long long)head * K_DIM, lane);
 }
 DEVICE void load_v(const AppendParams& p, VToken& v, long long token, int head, int lane) {
-    v.load(p.v, p.dtype, p.v_token_stride, token * p.v_token_stride + (long long)head * HEAD_DIM, lane);
+    v.load(p.v, p.dtype, p.v_token_stride, token * p.v_token_stride + (long long)head * V_DIM, lane);
 }
 DEVICE void store_k(const KToken& k, const Place& to, int lane) {
     k.store(to.run, to.run + Run::K_PARAMS, to.t, lane, to.joins_codes);
@@ -149,7 +149,7 @@ struct Slot {
         if (at < 0) return Place{};
         Place place = {run_of(p, (u32)(at / PAGE), head), residual_page != NO_PAGE ? run_of(p, residual_page, head) : nullptr, (u32)(at % PAGE), 0};
         if (Keys::MAY_HAVE_CENTRES && centre != NO_PAGE)
-            place.centre = centre_at<HEAD_DIM>(p.centres, centre / 2, p.num_kv_heads, head) + centre % 2 * HEAD_DIM;
+            place.centre = centre_at<K_DIM>(p.centres, centre / 2, p.num_kv_heads, head) + centre % 2 * K_DIM;
         return place;
     }
 };

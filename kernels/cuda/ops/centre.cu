@@ -14,7 +14,7 @@ namespace attn {
 
 static_assert(Keys::MAY_HAVE_CENTRES, "centres.rs");
 
-typedef Token<Keys::SCHEME, Keys::GROUPS, false> KToken;
+typedef Token<Keys, false> KToken;
 constexpr u32 PAGES_OF_TILE = FIRST_RESIDUAL_PAGES, MOST_PAGES = 4;
 
 // A first tile in the list: its sequence, its home pages, their residual pages.
@@ -37,7 +37,7 @@ extern "C" __global__ void __launch_bounds__(256) attn_centre(const __grid_const
     wait_for_dependencies();
     const FirstTile& tile = ((const FirstTile*)p.tiles)[blockIdx.x];
     const int head = blockIdx.y, d = threadIdx.x;
-    if (d >= HEAD_DIM) return;
+    if (d >= K_DIM) return;
     float sum = 0.0f;
 #pragma unroll 1
     for (u32 n = 0; n < PAGES_OF_TILE; n++) {
@@ -50,9 +50,9 @@ extern "C" __global__ void __launch_bounds__(256) attn_centre(const __grid_const
             sum = sum + code_of(run, residuals, d, t) * scale;
         }
     }
-    u16* const centres = centre_at<HEAD_DIM>(p.centres, tile.sequence, gridDim.y, head);
+    u16* const centres = centre_at<K_DIM>(p.centres, tile.sequence, gridDim.y, head);
     const float first = bits_float((u32)centres[d] << 16);
-    centres[HEAD_DIM + d] = (u16)to_centre(first + sum * (1.0f / TILE));
+    centres[K_DIM + d] = (u16)to_centre(first + sum * (1.0f / TILE));
 }
 
 }  // namespace attn

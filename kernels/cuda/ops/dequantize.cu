@@ -15,13 +15,14 @@
 
 namespace attn {
 
-template <int SCHEME, int GROUPS, bool COLUMNS> struct WidenedToken : StoredToken<SCHEME, GROUPS, COLUMNS> {
-    using StoredToken<SCHEME, GROUPS, COLUMNS>::x;
-    using StoredToken<SCHEME, GROUPS, COLUMNS>::part;
+template <class Side, bool COLUMNS> struct WidenedToken : StoredToken<Side, COLUMNS> {
+    using StoredToken<Side, COLUMNS>::x;
+    using StoredToken<Side, COLUMNS>::part;
+    static constexpr int PANELS = Side::PANELS, LANE_PANELS = attn::LANE_PANELS<Side>;
 
     static METHOD float number(float x) {
         // A vector that is no longer rotated may have dims larger than all codes times scales.
-        return is_rotated(SCHEME) ? fminf(fmaxf(x, -LARGEST_HALF), LARGEST_HALF) : x;
+        return Side::IS_ROTATED ? fminf(fmaxf(x, -LARGEST_HALF), LARGEST_HALF) : x;
     }
     // Token t of a side, by panels of eight dims.
     METHOD void store(u8* side, int t) const {
@@ -51,7 +52,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) attn_dequantize(const _
     const u8* residuals = nullptr;
     if (has_fine) residuals = run_of(p.step.residual_pages[residual_slot(p.step.residual_ring, b, page)]);
     // The block's tokens lie in one page, so those behind the last can be read, too.
-    typedef TurnedBlock<Values::BITS> Turned;
+    typedef TurnedBlock<V_DIM, Values::BITS> Turned;
     __shared__ Turned turned[WARPS], turned_residuals[Values::WINDOW ? WARPS : 1];
     const u8 *const v_codes = turned[warp].fill(Turned::load(run + Run::V_CODES, block % PAGE, lane), lane), *v_residuals = nullptr;
     if (Values::WINDOW && has_fine) v_residuals = turned_residuals[warp].fill(Turned::load(residuals + Run::V_RESIDUALS, block % PAGE, lane), lane);
@@ -61,11 +62,11 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) attn_dequantize(const _
 #pragma unroll 1
         for (int i = 0; i < WARP_TOKENS; i += 32 / TOKEN_LANES) {
             const int t = block + i + lane / TOKEN_LANES;
-            WidenedToken<Keys::SCHEME, Keys::GROUPS, false> k;
+            WidenedToken<Keys, false> k;
             k.part = lane % TOKEN_LANES;
             k.load<unit_of(Keys::SCHEME)>(run, run + Run::K_PARAMS, Keys::WINDOW && is_fine ? residuals : nullptr, t % PAGE, 1.0f);
             k.store(side, t % TILE);
-            WidenedToken<Values::SCHEME, Values::GROUPS, (Values::BITS < 16)> v;
+            WidenedToken<Values, (Values::BITS < 16)> v;
             v.part = lane % TOKEN_LANES;
             v.load<unit_of(Values::SCHEME)>(v_codes, run + Run::V_PARAMS, is_fine ? v_residuals : nullptr, t % PAGE, 1.0f);
             v.store(side + SIDE_BYTES, t % TILE);

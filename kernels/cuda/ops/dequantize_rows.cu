@@ -2,7 +2,7 @@
 //
 // Grid      that of dequantize.cu; four lanes of a warp share a token.
 // Instance  page/instance.cuh; no 4 bits or rotation; bf16 as both.
-// Reads     rows of HEAD_DIM codes and their f16 scales [group], kv_lens; of pages their table.
+// Reads     rows of codes and their f16 scales [group], kv_lens; of pages their table.
 // Writes    pages of 64 tokens, K and V in f16, or in bf16 if the rows are: tile i of sequence b is page b * pages_each + i. Also their page
 //           table, and the scale of the f16 numbers of each KV head. Tokens past kv_len are left as they are.
 // Numerics  those of attn-core/src/quant.rs, rounded once to f16, and none of 16 bits; compiled without contraction, subnormals kept.
@@ -41,7 +41,7 @@ struct StridedRows {
                     e4m3_pairs(words[i], pairs[2 * i], pairs[2 * i + 1]);
                 } else {
                     // Four dims are of one group.
-                    const float scale = of_row ? half_float(of_row[(16 * panel + 4 * i) * GROUPS / HEAD_DIM]) * (1.0f / unit_of(SCHEME)) : 1.0f;
+                    const float scale = of_row ? half_float(of_row[(16 * panel + 4 * i) * GROUPS / K_DIM]) * (1.0f / unit_of(SCHEME)) : 1.0f;
                     const auto number = [&](int e) { return (float)(signed char)(words[i] >> 8 * e) * scale; };
                     pairs[2 * i] = f16_pair(number(0), number(1));
                     pairs[2 * i + 1] = f16_pair(number(2), number(3));
@@ -59,7 +59,7 @@ struct StridedRows {
             const u32 first = ROW_PAGE ? p.step.page_table[(u64)b * p.step.page_table_stride + token / (ROW_PAGE ? ROW_PAGE : 1)] : b;
             const int place = ROW_PAGE ? token % (ROW_PAGE ? ROW_PAGE : 1) : token;
 #pragma unroll
-            for (int panel = lane % 4; panel < PANELS; panel += 4) {
+            for (int panel = lane % 4; panel < Keys::PANELS; panel += 4) {
                 u32 pairs[8];
                 widen<SCHEME, GROUPS>(first, place, panel, pairs);
 #pragma unroll

@@ -12,9 +12,10 @@
 
 namespace attn {
 
-template <int SCHEME, int GROUPS, bool COLUMNS> struct ExportedToken : StoredToken<SCHEME, GROUPS, COLUMNS> {
-    using StoredToken<SCHEME, GROUPS, COLUMNS>::x;
-    using StoredToken<SCHEME, GROUPS, COLUMNS>::part;
+template <class Side, bool COLUMNS> struct ExportedToken : StoredToken<Side, COLUMNS> {
+    using StoredToken<Side, COLUMNS>::x;
+    using StoredToken<Side, COLUMNS>::part;
+    static constexpr int PANELS = Side::PANELS, LANE_PANELS = attn::LANE_PANELS<Side>;
 
     // Eight dims of 16 bits from `first` on.
     METHOD uint4 narrowed(int j, int first, int dtype) const {
@@ -45,7 +46,7 @@ template <int SCHEME, int GROUPS, bool COLUMNS> struct ExportedToken : StoredTok
 };
 
 // With fewer registers than the compiler would take, more CTAs of an SM have loads under way; a lane of longer rows has twice the numbers.
-extern "C" __global__ void __launch_bounds__(32 * WARPS, LANE_PANELS > 2 ? 4 : 6) attn_export(const __grid_constant__ ExportParams p) {
+extern "C" __global__ void __launch_bounds__(32 * WARPS, larger(K_DIM, V_DIM) > 256 ? 2 : larger(K_DIM, V_DIM) > 128 ? 4 : 6) attn_export(const __grid_constant__ ExportParams p) {
     const int head = blockIdx.x, b = blockIdx.z, warp = warp_id(), lane = threadIdx.x % 32;
     const int first_row = p.row_starts[b], begin = p.first_tokens ? p.first_tokens[b] : 0, end = begin + p.row_starts[b + 1] - first_row;
     const int tile = begin / TILE + (int)blockIdx.y, block = tile * TILE + warp * WARP_TOKENS, newest = (p.kv_lens[b] - 1) / TILE;
@@ -57,7 +58,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, LANE_PANELS > 2 ? 4 : 6
     const u8* residuals = nullptr;
     if (WINDOW && (tile == 0 || newest < tile + WINDOW)) residuals = run_of(p.residual_pages[residual_slot(p.residual_ring, b, page)]);
     const auto with = [&](int window, int at) { return window && (tile == 0 || newest < tile + window) ? residuals + at : nullptr; };
-    typedef TurnedBlock<Values::BITS> Turned;
+    typedef TurnedBlock<V_DIM, Values::BITS> Turned;
     __shared__ Turned turned[WARPS], turned_residuals[Values::WINDOW ? WARPS : 1];
     // V's codes are under way with K's.
     typename Turned::Rows v_rows = {};
@@ -70,22 +71,22 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, LANE_PANELS > 2 ? 4 : 6
             take(t, t >= begin && t < end, (u64)(first_row + t - begin));
         }
     };
-    const auto row_of = [&](void* rows, long long stride, u64 token) { return (u8*)rows + (token * stride + (u64)head * HEAD_DIM) * element_bytes(p.dtype); };
+    const auto row_of = [&](void* rows, long long stride, u64 token, int dim) { return (u8*)rows + (token * stride + (u64)head * dim) * element_bytes(p.dtype); };
     if (p.k)
         each_token([&](int t, bool is_inside, u64 token) {
-            ExportedToken<Keys::SCHEME, Keys::GROUPS, false> k;
+            ExportedToken<Keys, false> k;
             k.part = lane % TOKEN_LANES;
             k.load(run, run + Run::K_PARAMS, with(Keys::WINDOW, 0), t % PAGE, k_scale);
-            k.store(is_inside ? row_of(p.k, p.k_token_stride, token) : nullptr, p.dtype);
+            k.store(is_inside ? row_of(p.k, p.k_token_stride, token, K_DIM) : nullptr, p.dtype);
         });
     if (!p.v) return;
     const u8 *const v_codes = turned[warp].fill(v_rows, lane), *v_residuals = with(Values::WINDOW, Run::V_RESIDUALS);
     if (Values::WINDOW && v_residuals) v_residuals = turned_residuals[warp].fill(Turned::load(v_residuals, block % PAGE, lane), lane);
     each_token([&](int t, bool is_inside, u64 token) {
-        ExportedToken<Values::SCHEME, Values::GROUPS, (Values::BITS < 16)> v;
+        ExportedToken<Values, (Values::BITS < 16)> v;
         v.part = lane % TOKEN_LANES;
         v.load(v_codes, run + Run::V_PARAMS, v_residuals, t % PAGE, v_scale);
-        v.store(is_inside ? row_of(p.v, p.v_token_stride, token) : nullptr, p.dtype);
+        v.store(is_inside ? row_of(p.v, p.v_token_stride, token, V_DIM) : nullptr, p.dtype);
     });
 }
 

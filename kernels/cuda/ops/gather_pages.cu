@@ -28,8 +28,8 @@ template <int AT, int COUNT, int EACH> DEVICE void gather(const u8* const (&from
     }
 }
 // A side's codes: K's by panels of 16 dims or, of 16 bits, of eight; V's of fewer bits by blocks of 16 tokens.
-template <int AT, int SCHEME, bool IS_V> DEVICE void gather_codes(const u8* const (&from)[ENTRIES], u8* to) {
-    constexpr int BITS = code_bits(SCHEME), OF_TOKEN = HEAD_DIM * BITS / 8, EACH = IS_V && BITS < 16 ? OF_TOKEN : BITS == 4 ? 8 : 16;
+template <int AT, class Side, int BITS, bool IS_V> DEVICE void gather_codes(const u8* const (&from)[ENTRIES], u8* to) {
+    constexpr int OF_TOKEN = Side::DIM * BITS / 8, EACH = IS_V && BITS < 16 ? OF_TOKEN : BITS == 4 ? 8 : 16;
     gather<AT, OF_TOKEN / EACH, EACH>(from, to);
 }
 template <int AT, class Side> DEVICE void gather_params(const u8* const (&from)[ENTRIES], u8* to) {
@@ -51,15 +51,15 @@ extern "C" __global__ void __launch_bounds__(THREADS) attn_gather_pages(const __
     }
     __syncthreads();
     u8* const to = p.pages + ((u64)page * heads + head) * RUN_OF_TILE;
-    gather_codes<0, Keys::SCHEME, false>(pages, to);
+    gather_codes<0, Keys, Keys::BITS, false>(pages, to);
     gather_params<Run::K_PARAMS, Keys>(pages, to);
-    gather_codes<Run::V_CODES, Values::SCHEME, true>(pages, to);
+    gather_codes<Run::V_CODES, Values, Values::BITS, true>(pages, to);
     gather_params<Run::V_PARAMS, Values>(pages, to);
     if (WINDOW && head == 0 && threadIdx.x == 0) p.residual_table[residual_slot<first_residual_pages(TILE)>(p.residual_ring, b, tile)] = page + p.fine_pages;
     if (!has_fine) return;
     u8* const fine = to + (u64)p.fine_pages * heads * RUN_OF_TILE;
-    if (Keys::WINDOW) gather_codes<0, INT4, false>(residual_pages, fine);
-    if (Values::WINDOW) gather_codes<Run::V_RESIDUALS, INT4, true>(residual_pages, fine);
+    if (Keys::WINDOW) gather_codes<0, Keys, 4, false>(residual_pages, fine);
+    if (Values::WINDOW) gather_codes<Run::V_RESIDUALS, Values, 4, true>(residual_pages, fine);
 }
 
 }  // namespace attn

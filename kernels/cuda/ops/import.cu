@@ -2,7 +2,7 @@
 //
 // Grid      (pages of the longest sequence, num_kv_heads, batch); 128 threads.
 // Instance  page/instance.cuh; no 4 bits or rotation.
-// Reads     rows of HEAD_DIM codes and their f16 scales [group].
+// Reads     rows of codes and their f16 scales [group].
 // Writes    pool [page][kv_head][run]; tokens past kv_len are left as they are.
 // Numerics  none: bytes are copied.
 // Shared    none.
@@ -36,7 +36,7 @@ extern "C" __global__ void __launch_bounds__(128) attn_import(const __grid_const
     }
     for (int i = threadIdx.x; i < tokens * V_BYTES; i += 128) {
         int t = i / V_BYTES, byte = i % V_BYTES;
-        int at = Values::BITS == 16 ? (byte / 16 * PAGE + t) * 16 + byte % 16 : (t / 16 * HEAD_DIM + byte) * 16 + slot_of(t);
+        int at = Values::BITS == 16 ? (byte / 16 * PAGE + t) * 16 + byte % 16 : (t / 16 * V_DIM + byte) * 16 + slot_of(t);
         run[Run::V_CODES + at] = p.v[row(p.v_strides, t) + byte];
     }
     for (int i = threadIdx.x; i < tokens * V_SCALES; i += 128) {

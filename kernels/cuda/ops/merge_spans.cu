@@ -48,7 +48,7 @@ extern "C" __global__ void __launch_bounds__(32 * ROWS_OF_CTA) attn_merge_spans(
         }
     }
     const int head = row % p.num_q_heads;
-    Epilogue epilogue = {row_at(p.out, row, HEAD_DIM, p.dtype),
+    Epilogue epilogue = {row_at(p.out, row, V_DIM, p.dtype),
                          p.lse ? p.lse + row : nullptr,
                          0.0f,
                          p.v_tensor_scales ? p.v_tensor_scales[head / p.heads_per_kv] : 1.0f,

@@ -40,6 +40,12 @@ template <> struct Four<true> {
     }
 };
 
+// Vectors of a lane in the longest row that attn_core defines, 576 dims.
+constexpr int MOST_VECTORS = 5;
+template <int N> struct Count {
+    static constexpr int value = N;
+};
+
 // Merges a row by a warp, of whose lanes each has VECTORS of four dims.
 template <bool NARROW, int VECTORS> DEVICE void merge_row(const MergeStatesParams& p, int lane, u64 row) {
     const int vectors = p.head_dim / 4;
@@ -83,13 +89,13 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) attn_merge_states(const
     const u64 row = (u64)blockIdx.x * WARPS + warp_id();
     if (row >= (u64)p.rows) return;
     const bool narrow = p.in_dtype != Dtype::F32;
-    if (p.head_dim <= 128) {
-        if (narrow) merge_row<true, 1>(p, lane, row);
-        else merge_row<false, 1>(p, lane, row);
-    } else {
-        if (narrow) merge_row<true, 2>(p, lane, row);
-        else merge_row<false, 2>(p, lane, row);
-    }
+    const auto merge = [&](auto vectors) {
+        if (narrow) merge_row<true, decltype(vectors)::value>(p, lane, row);
+        else merge_row<false, decltype(vectors)::value>(p, lane, row);
+    };
+    if (p.head_dim <= 128) merge(Count<1>());
+    else if (p.head_dim <= 256) merge(Count<2>());
+    else merge(Count<MOST_VECTORS>());
 }
 
 }  // namespace attn

@@ -59,7 +59,7 @@ template <class Token> struct RotaryOf {
     // Neighbours are the lane's own.
     METHOD void load_partners(const AppendParams& p, long long token, int head, int lane) {
         position = position_of(p, token, 0);
-        const long long at = token * p.k_token_stride + (long long)head * HEAD_DIM;
+        const long long at = token * p.k_token_stride + (long long)head * K_DIM;
         const int half = p.rotary_dim / 2;
         if (p.is_interleaved) return;
 #pragma unroll
@@ -111,15 +111,15 @@ template <class Token> struct RotaryOf {
 };
 
 // Query heads of a token that a warp of one token rotates: they have its cosines and sines in common, and their loads are under way together.
-constexpr int ROTARY_EACH = (HEAD_DIM / 4 + 31) / 32, QUERY_HEADS = 4 / ROTARY_EACH;
+constexpr int ROTARY_EACH = (K_DIM / 4 + 31) / 32, QUERY_HEADS = larger(4 / ROTARY_EACH, 1);
 
 // Rotates query heads of a token, from `head` on: a lane has both halves of its pairs, so q_out may be q. A token whose position is outside of the table is left.
 template <int HEADS> DEVICE void rotate_queries(const AppendParams& p, long long token, int of_sequence, int head, int lane) {
     const int heads = min(HEADS, p.num_q_heads - head);
     if (heads <= 0) return;
     const long long position = position_of(p, token, of_sequence);
-    const long long from = token * p.q_token_stride + (long long)head * HEAD_DIM;
-    u8* const to = row_at(p.q_out, token * p.q_out_token_stride + (long long)head * HEAD_DIM, 1, p.dtype);
+    const long long from = token * p.q_token_stride + (long long)head * K_DIM;
+    u8* const to = row_at(p.q_out, token * p.q_out_token_stride + (long long)head * K_DIM, 1, p.dtype);
     // Two pairs at a time: dims first, first + 1 and second, second + 1.
     const int half = p.rotary_dim / 2;
     TwoNumbers x[HEADS][ROTARY_EACH], y[HEADS][ROTARY_EACH];
@@ -132,8 +132,8 @@ template <int HEADS> DEVICE void rotate_queries(const AppendParams& p, long long
         for (int i = 0; i < ROTARY_EACH; i++) {
             const int pair = pair_of(i);
             if (h >= heads || pair >= half) break;
-            x[h][i] = load_two(p.q, from + h * HEAD_DIM + first_of(pair), p.dtype);
-            y[h][i] = load_two(p.q, from + h * HEAD_DIM + second_of(pair), p.dtype);
+            x[h][i] = load_two(p.q, from + h * K_DIM + first_of(pair), p.dtype);
+            y[h][i] = load_two(p.q, from + h * K_DIM + second_of(pair), p.dtype);
         }
     Angles angles;
     if (!angles.find(p, position)) return;
@@ -151,16 +151,16 @@ template <int HEADS> DEVICE void rotate_queries(const AppendParams& p, long long
             const float b0 = p.is_interleaved ? u.y : w.x, a1 = p.is_interleaved ? w.x : u.y;
             const float first0 = u.x * c.x - b0 * s.x, second0 = b0 * c.x + u.x * s.x;
             const float first1 = a1 * c.y - w.y * s.y, second1 = w.y * c.y + a1 * s.y;
-            store_pair(to, p.dtype, h * HEAD_DIM + first_of(pair), first0, p.is_interleaved ? second0 : first1);
-            store_pair(to, p.dtype, h * HEAD_DIM + second_of(pair), p.is_interleaved ? first1 : second0, second1);
+            store_pair(to, p.dtype, h * K_DIM + first_of(pair), first0, p.is_interleaved ? second0 : first1);
+            store_pair(to, p.dtype, h * K_DIM + second_of(pair), p.is_interleaved ? first1 : second0, second1);
         }
     }
     if (p.q == p.q_out) return;
     // What is behind the rotated dims.
     for (int h = 0; h < heads; h++)
-        for (int d = p.rotary_dim + 2 * lane; d < HEAD_DIM; d += 64) {
-            const float2 x = load_two(p.q, from + h * HEAD_DIM + d, p.dtype).widened(p.dtype);
-            store_pair(to, p.dtype, h * HEAD_DIM + d, x.x, x.y);
+        for (int d = p.rotary_dim + 2 * lane; d < K_DIM; d += 64) {
+            const float2 x = load_two(p.q, from + h * K_DIM + d, p.dtype).widened(p.dtype);
+            store_pair(to, p.dtype, h * K_DIM + d, x.x, x.y);
         }
 }
 

@@ -11,8 +11,16 @@ constexpr bool is_rotated(int scheme) { return scheme == ROTATED_INT8 || scheme 
 // Bytes of a token's parameters in one quantization group: an f16 scale, beside it an f16 shift in plain int4.
 constexpr int param_bytes(int scheme) { return scheme == INT4 ? 4 : is_integer(scheme) && scheme != INT8_TENSOR ? 2 : 0; }
 
+// The exponent of a power of two.
+constexpr int log2_of(int x) { return x < 2 ? 0 : 1 + log2_of(x / 2); }
+
 // K or V of one KV head, in rows of DIM elements.
-template <int SCHEME_, int GROUPS_, int WINDOW_, int DIM> struct SideOf {
+template <int SCHEME_, int GROUPS_, int WINDOW_, int DIM_> struct SideOf {
+    static constexpr int DIM = DIM_;
+    static constexpr int PANELS = DIM / 16;             // of 16 dims
+    static constexpr int ROTATED_BLOCK = DIM & -DIM;    // dims that a rotation mixes: the largest power of two that divides a row
+    // A rotated row is multiplied by a power of two: by 2^-STORED_HALVINGS where it is stored, by 2^-BACK_HALVINGS where it is turned back.
+    static constexpr int STORED_HALVINGS = log2_of(ROTATED_BLOCK) / 2, BACK_HALVINGS = (log2_of(ROTATED_BLOCK) + 1) / 2;
     static constexpr int SCHEME = SCHEME_;
     static constexpr int GROUPS = GROUPS_;  // quantization groups of a token; 1 where the scheme has none
     static constexpr int WINDOW = WINDOW_;  // tiles that a row reads with residuals; 0: none

@@ -6,14 +6,12 @@
 
 namespace attn {
 
-constexpr int HEAD_DIM = ATTN_HEAD_DIM;
-constexpr int PANELS = HEAD_DIM / 16;        // of 16 dims
-constexpr int ROTATED_BLOCK = HEAD_DIM & -HEAD_DIM;  // dims that a rotation mixes: the largest power of two that divides a row
+constexpr int K_DIM = ATTN_K_DIM, V_DIM = ATTN_V_DIM;  // elements of a key and a query, and of a value and an output
 constexpr int PAGE = ATTN_PAGE;              // tokens of a page; 0: strided rows
 constexpr int ROW_PAGE = ATTN_ROW_PAGE;      // tokens of a page of strided rows; 0: rows of whole sequences
 
-using Keys = SideOf<ATTN_K, ATTN_K_GROUPS, ATTN_K_WINDOW, HEAD_DIM>;
-using Values = SideOf<ATTN_V, ATTN_V_GROUPS, ATTN_V_WINDOW, HEAD_DIM>;
+using Keys = SideOf<ATTN_K, ATTN_K_GROUPS, ATTN_K_WINDOW, K_DIM>;
+using Values = SideOf<ATTN_V, ATTN_V_GROUPS, ATTN_V_WINDOW, V_DIM>;
 using Run = RunOf<Keys, Values, PAGE>;
 
 constexpr bool INTEGER = Keys::IS_INTEGER && Values::IS_INTEGER;  // whether all products are of integers

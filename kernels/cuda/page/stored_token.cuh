@@ -10,14 +10,15 @@
 namespace attn {
 
 constexpr int WARPS = 4, WARP_TOKENS = TILE / WARPS;
-constexpr int TOKEN_LANES = HEAD_DIM > 64 ? 4 : 2, LANE_PANELS = (PANELS + TOKEN_LANES - 1) / TOKEN_LANES;  // lanes of a token, and panels of 16 dims of a lane
+constexpr int TOKEN_LANES = larger(K_DIM, V_DIM) > 64 ? 4 : 2;  // lanes of a token
+template <class Side> constexpr int LANE_PANELS = (Side::PANELS + TOKEN_LANES - 1) / TOKEN_LANES;  // panels of 16 dims of a lane
 
 DEVICE float of_fp8(u32 code) { return bits_float((code & 0x7f) << 20 | (code & 0x80) << 24) * 0x1p120f; }
 
 // Codes of a side that lies along the tokens, of one block, turned: those of a token side by side. A warp's, in shared memory.
-template <int BITS> struct TurnedBlock {
+template <int DIM, int BITS> struct TurnedBlock {
     // Rows in a page, a byte for each token's slot, by four; the stride lets eight lanes read two tokens' 64 bytes at once.
-    static constexpr int QUADS = HEAD_DIM * BITS / 32, STRIDE = (QUADS + 15) / 32 * 32 + 16;
+    static constexpr int QUADS = DIM * BITS / 32, STRIDE = (QUADS + 15) / 32 * 32 + 16;
 
     alignas(16) u32 words[WARP_TOKENS][STRIDE];
 
@@ -65,22 +66,22 @@ template <int BITS> struct TurnedBlock {
     }
 };
 // The same for a side that lies by tokens in a page: it is read from there.
-template <> struct TurnedBlock<16> {
+template <int DIM> struct TurnedBlock<DIM, 16> {
     typedef const u8* Rows;
     static METHOD Rows load(const u8* codes, u32, int) { return codes; }
     METHOD const u8* fill(Rows codes, int) { return codes; }
 };
 
 // The codes of one token in 16 dims, as loaded. COLUMNS: from a turned block.
-template <int SCHEME, bool COLUMNS> struct PanelCodes {
-    typedef Token<SCHEME, 1, COLUMNS> Layout;
-    static constexpr int BITS = code_bits(SCHEME), WORDS = COLUMNS ? BITS / 2 : BITS == 16 ? 8 : 4;
+template <class Side, bool COLUMNS> struct PanelCodes {
+    typedef Token<Side, COLUMNS> Layout;
+    static constexpr int BITS = Side::BITS, WORDS = COLUMNS ? BITS / 2 : BITS == 16 ? 8 : 4;
 
     u32 word[WORDS];
 
     METHOD void load(const u8* codes, u32 t, u32 panel) {
         if constexpr (COLUMNS) {
-            const u8* const from = codes + (slot_of(t) * TurnedBlock<BITS>::STRIDE + panel * WORDS) * 4;
+            const u8* const from = codes + (slot_of(t) * TurnedBlock<Side::DIM, BITS>::STRIDE + panel * WORDS) * 4;
             if constexpr (BITS == 8) {
                 const uint4 x = *(const uint4*)from;
                 word[0] = x.x, word[1] = x.y, word[2] = x.z, word[3] = x.w;
@@ -136,8 +137,9 @@ DEVICE F16Pair butterfly_of_lanes(F16Pair own, int mask, bool is_upper) {
 }
 
 // One side of a token of one KV head: x[j][e] is that of dim 16 * panel(j) + e.
-template <int SCHEME, int GROUPS, bool COLUMNS> struct StoredToken {
-    typedef Token<SCHEME, GROUPS, COLUMNS> Layout;
+template <class Side, bool COLUMNS> struct StoredToken {
+    typedef Token<Side, COLUMNS> Layout;
+    static constexpr int SCHEME = Side::SCHEME, PANELS = Side::PANELS, LANE_PANELS = attn::LANE_PANELS<Side>, ROTATED_BLOCK = Side::ROTATED_BLOCK;
     static constexpr int WIDTH = Layout::WIDTH, PARAMS = WIDTH % 16 == 0 ? 1 : 4;  // dims of a group; groups that a panel may lie in, by four dims
     static_assert(WIDTH % 4 == 0, "four dims are of one group");
 
@@ -147,7 +149,7 @@ template <int SCHEME, int GROUPS, bool COLUMNS> struct StoredToken {
     METHOD u32 panel(int j) const { return PANELS % TOKEN_LANES ? min(TOKEN_LANES * j + part, PANELS - 1) : TOKEN_LANES * j + part; }
 
     // What turning back multiplies by in the end; parameters are multiplied by it, which are fewer.
-    static constexpr float TURNED_BY = !is_rotated(SCHEME) ? 1.0f : 1.0f / (ROTATED_BLOCK >= 128 ? 16 : ROTATED_BLOCK >= 32 ? 8 : 4);
+    static constexpr float TURNED_BY = !is_rotated(SCHEME) ? 1.0f : 1.0f / (1 << Side::BACK_HALVINGS);
 
     // `by`: a power of two.
     static METHOD float value(u32 code, u32 param, float tensor_scale, float by) {
@@ -165,7 +167,7 @@ template <int SCHEME, int GROUPS, bool COLUMNS> struct StoredToken {
     template <int UNIT = 1> METHOD void load(const u8* codes, const u8* params, const u8* residuals, u32 t, float tensor_scale) {
         static_assert(UNIT == 1 || Layout::HAS_PARAMS, "parameters carry the unit");
         constexpr float BY = TURNED_BY / UNIT;
-        PanelCodes<SCHEME, COLUMNS> stored[LANE_PANELS];
+        PanelCodes<Side, COLUMNS> stored[LANE_PANELS];
         u32 param[LANE_PANELS][PARAMS] = {};
 #pragma unroll
         for (int j = 0; j < LANE_PANELS; j++) {
@@ -179,7 +181,7 @@ template <int SCHEME, int GROUPS, bool COLUMNS> struct StoredToken {
         if constexpr (is_rotated(SCHEME)) {
             F16Pair pair[LANE_PANELS][8];
             if (Layout::HALF_STEPS && residuals) {
-                PanelCodes<SCHEME, COLUMNS> fine[LANE_PANELS];
+                PanelCodes<Side, COLUMNS> fine[LANE_PANELS];
 #pragma unroll
                 for (int j = 0; j < LANE_PANELS; j++) fine[j].load(residuals, t, panel(j));
 #pragma unroll
@@ -211,9 +213,9 @@ template <int SCHEME, int GROUPS, bool COLUMNS> struct StoredToken {
     }
 
     // The codes of a rotated row are whole numbers, and at least this many neighbours share one scale: their sums are scaled instead of the
-    // elements. f16 holds sums up to 2048 exactly, and even ones up to 4096; callers know for how many neighbours (PAIRED) that suffices. The
+    // elements. f16 holds sums up to 2048 exactly, and even ones up to 4096; callers know for how many neighbours (PAIRED) that suffices: coarse half steps, whose sums are even, for 256. The
     // products are exact, too, so the bits are those of scaling each element.
-    static constexpr int OF_ONE_SCALE = (WIDTH & -WIDTH) < ROTATED_BLOCK ? WIDTH & -WIDTH : ROTATED_BLOCK;
+    static constexpr int OF_ONE_SCALE = smaller(smaller(WIDTH & -WIDTH, ROTATED_BLOCK), 256);
     template <int PAIRED> METHOD void turn_back_pairs(F16Pair (&pair)[LANE_PANELS][8], const u32 (&param)[LANE_PANELS][PARAMS], float by) {
         static_assert(PAIRED <= OF_ONE_SCALE, "numbers of several scales cannot be added up before");
         turn_back<1, PAIRED>(pair);

@@ -145,9 +145,9 @@ DEVICE bool is_high(u32 t) { return t % 16 >= 8; }
 //
 // A lane has units, which are elements that are stored together: four dims of a row; or, in COLUMNS, where tokens of a dim are adjacent,
 // the one or two dims of a byte. Lanes past the last unit repeat it.
-template <int SCHEME, int GROUPS, bool COLUMNS> struct Token {
-    static constexpr int BITS = code_bits(SCHEME), UNIT = !COLUMNS ? 4 : BITS == 4 ? 2 : 1;
-    static constexpr int UNITS = HEAD_DIM / UNIT, EACH = (UNITS + 31) / 32, WIDTH = HEAD_DIM / GROUPS;
+template <class Side, bool COLUMNS> struct Token {
+    static constexpr int SCHEME = Side::SCHEME, GROUPS = Side::GROUPS, BITS = Side::BITS, UNIT = !COLUMNS ? 4 : BITS == 4 ? 2 : 1;
+    static constexpr int UNITS = Side::DIM / UNIT, EACH = (UNITS + 31) / 32, WIDTH = Side::DIM / GROUPS;
     static constexpr bool IS_INT4 = SCHEME == INT4, HALF_STEPS = SCHEME == ROTATED_INT4;
     static constexpr bool SHARES_BYTES = !COLUMNS && BITS == 4;  // with the token eight before or behind it
     static constexpr bool HAS_PARAMS = param_bytes(SCHEME) > 0;
@@ -198,7 +198,7 @@ template <int SCHEME, int GROUPS, bool COLUMNS> struct Token {
         // Which bits of a dim are those of k, of the lane, and of i: see `dim`.
         constexpr int K_LOW = !COLUMNS ? 0 : 3, K_BITS = UNIT == 4 ? 2 : UNIT == 2 ? 1 : 0;
 #pragma unroll
-        for (int bit = 0; 1 << bit < ROTATED_BLOCK; bit++) {
+        for (int bit = 0; 1 << bit < Side::ROTATED_BLOCK; bit++) {
             if (bit >= K_LOW && bit < K_LOW + K_BITS) {
                 int k_bit = 1 << bit - K_LOW;
 #pragma unroll
@@ -227,8 +227,7 @@ template <int SCHEME, int GROUPS, bool COLUMNS> struct Token {
                         if (!(i & i_bit)) butterfly(x[i][k], x[(i | i_bit) % EACH][k]);
             }
         }
-        constexpr int HALVINGS = ROTATED_BLOCK >= (BACK ? 128 : 256) ? 4 : ROTATED_BLOCK >= (BACK ? 32 : 64) ? 3 : 2;
-        constexpr float factor = 1.0f / (1 << HALVINGS);
+        constexpr float factor = 1.0f / (1 << (BACK ? Side::BACK_HALVINGS : Side::STORED_HALVINGS));
 #pragma unroll
         for (int i = 0; i < EACH; i++)
 #pragma unroll
@@ -414,7 +413,7 @@ template <int SCHEME, int GROUPS, bool COLUMNS> struct Token {
     // Panels along the tokens, in slot order. Dims d and d + 8 of 4 bits share a byte.
     template <bool RESIDUALS> METHOD void store_column(int i, u32 row, u8* out, u32 t) const {
         u32 byte = BITS == 4 ? stored<RESIDUALS>(i, 0) | stored<RESIDUALS>(i, 1) << 4 : code[i][0];
-        out[(t / 16 * (HEAD_DIM * BITS / 8) + row) * 16 + slot_of(t)] = (u8)byte;
+        out[(t / 16 * (Side::DIM * BITS / 8) + row) * 16 + slot_of(t)] = (u8)byte;
     }
 };
 

@@ -2,7 +2,7 @@
 //!
 //! `kernels/README.md` ("Estimated times") has the measurement behind each constant, `docs/data/h200-kernels.csv` every shape with each kernel.
 
-use attn_core::{KvFormat, Problem, Scheme, arithmetic, layout::run_bytes};
+use attn_core::{HeadDim, KvFormat, Problem, Scheme, arithmetic, layout::run_bytes};
 
 use super::{
     config::{DeviceLimits, H200_MEMORY_PACE, Kernel, SM_TEAMS, TEAMS},
@@ -115,7 +115,7 @@ impl Cost {
         let longest = longest(problem);
         let shortest = problem.kv_lens.iter().copied().min().unwrap_or(0);
         let tiles = longest.div_ceil(arithmetic::TILE);
-        if problem.head_dim < 128 || tiles < WAVE_TILES || 4 * shortest < 3 * longest {
+        if problem.head_dim.max() < 128 || tiles < WAVE_TILES || 4 * shortest < 3 * longest {
             return None;
         }
         let (items, places) = (kv_heads(problem), SM_TEAMS * sms);
@@ -155,7 +155,7 @@ fn sum_where<const N: usize>(times: [(bool, f64); N]) -> f64 {
 /// Time of a team's tile: its chain of products and exchanges, or the read of its bytes.
 fn tile_us(problem: &Problem, format: KvFormat) -> f64 {
     let head_dim = problem.head_dim;
-    let dims = head_dim as f64 / 128.0;
+    let dims = (head_dim.k + head_dim.v) as f64 / 256.0;
     let more = sum_where([
         (has_window(format), 0.1),
         (has_groups(format, head_dim), 0.1),
@@ -185,8 +185,8 @@ fn has_window(format: KvFormat) -> bool {
 }
 
 /// Whether a row of K or V has several scales.
-fn has_groups(format: KvFormat, head_dim: usize) -> bool {
-    format.k.groups(head_dim) > 1 || format.v.groups(head_dim) > 1
+fn has_groups(format: KvFormat, head_dim: HeadDim) -> bool {
+    format.k.groups(head_dim.k) > 1 || format.v.groups(head_dim.v) > 1
 }
 
 /// Groups of eight query rows per KV head.
@@ -213,7 +213,7 @@ pub(crate) fn split_kv_us(problem: &Problem, format: KvFormat, limits: DeviceLim
     };
     let more = sum_where([
         (row_groups(problem) > 1, 4.0),
-        (problem.head_dim > 128, 7.0),
+        (problem.head_dim.max() > 128, 7.0),
     ]);
     let read = read_us(problem, format, SPLIT_KV_PACE, limits);
     let tiles_of = |len: &usize| len.div_ceil(arithmetic::TILE) as f64;

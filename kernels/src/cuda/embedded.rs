@@ -2,7 +2,7 @@
 
 use std::collections::HashSet;
 
-use attn_core::{Arithmetic, Heads, KvFormat, Problem, Scheme};
+use attn_core::{Arithmetic, HeadDim, Heads, KvFormat, Problem, Scheme};
 
 use super::{
     arch::Arch,
@@ -20,7 +20,7 @@ pub fn common(arch: Arch) -> Vec<Instance> {
         Instance::MergeStates,
     ];
     for format in [KvFormat::INT8, KvFormat::INT4, KvFormat::same(Scheme::Bf16)] {
-        for head_dim in [64, 128] {
+        for head_dim in [64, 128].map(HeadDim::same) {
             for rotary in [false, true] {
                 all.push(Instance::Append {
                     format,
@@ -37,14 +37,7 @@ pub fn common(arch: Arch) -> Vec<Instance> {
                 });
             }
             for rows in [8, 16] {
-                let problem = Problem::new(
-                    Heads {
-                        q: rows,
-                        kv: 1,
-                        dim: head_dim,
-                    },
-                    vec![1],
-                );
+                let problem = Problem::new(Heads::new(rows, 1, head_dim), vec![1]);
                 let layout = KvLayout::Pages(64);
                 if covered(format, layout).is_ok() {
                     let limit = arch.shared_limit();
@@ -72,15 +65,11 @@ pub fn common(arch: Arch) -> Vec<Instance> {
 /// `many_rows.cu` for 16 rows of each query token, and what makes prompts fast ([`Arithmetic::Fast`]).
 fn many_rows(
     format: KvFormat,
-    head_dim: usize,
+    head_dim: HeadDim,
     q_len: usize,
     shared_limit: usize,
 ) -> Vec<Instance> {
-    let heads = Heads {
-        q: 16,
-        kv: 1,
-        dim: head_dim,
-    };
+    let heads = Heads::new(16, 1, head_dim);
     let problem = Problem::new(heads, [64]).q_len(q_len);
     let problem = problem.arithmetic(Arithmetic::Fast);
     let layout = KvLayout::Pages(64);

@@ -1,6 +1,6 @@
 //! One compiled kernel: its source file, its macros and compiler options, and the key of its image.
 
-use attn_core::{Int8Scale, KvFormat, Problem, Scheme};
+use attn_core::{HeadDim, Int8Scale, KvFormat, Problem, Scheme};
 
 use super::{
     arch::{Exponential, Target},
@@ -16,7 +16,7 @@ pub enum Instance {
         /// Format of the cache.
         format: KvFormat,
         /// Elements per head.
-        head_dim: usize,
+        head_dim: HeadDim,
         /// How K and V lie.
         layout: KvLayout,
         /// Configuration of a CTA.
@@ -33,7 +33,7 @@ pub enum Instance {
         /// Format of the cache.
         format: KvFormat,
         /// Elements per head.
-        head_dim: usize,
+        head_dim: HeadDim,
         /// Tokens per page.
         page_size: usize,
         /// Whether K and queries are rotated by their positions (`ATTN_ROTARY`).
@@ -44,7 +44,7 @@ pub enum Instance {
         /// Format of the cache.
         format: KvFormat,
         /// Elements per head.
-        head_dim: usize,
+        head_dim: HeadDim,
         /// Tokens per page.
         page_size: usize,
     },
@@ -53,7 +53,7 @@ pub enum Instance {
         /// Format of the cache.
         format: KvFormat,
         /// Elements per head.
-        head_dim: usize,
+        head_dim: HeadDim,
         /// Tokens per page.
         page_size: usize,
     },
@@ -62,7 +62,7 @@ pub enum Instance {
         /// Format of the cache.
         format: KvFormat,
         /// Elements per head.
-        head_dim: usize,
+        head_dim: HeadDim,
         /// Tokens per page.
         page_size: usize,
     },
@@ -71,7 +71,7 @@ pub enum Instance {
         /// Format of the cache.
         format: KvFormat,
         /// Elements per head.
-        head_dim: usize,
+        head_dim: HeadDim,
         /// Tokens per page.
         page_size: usize,
     },
@@ -80,7 +80,7 @@ pub enum Instance {
         /// Format of the cache.
         format: KvFormat,
         /// Elements per head.
-        head_dim: usize,
+        head_dim: HeadDim,
         /// Tokens of a page of rows; 0: rows of whole sequences.
         page_size: usize,
     },
@@ -89,7 +89,7 @@ pub enum Instance {
         /// Format of the cache.
         format: KvFormat,
         /// Elements per head.
-        head_dim: usize,
+        head_dim: HeadDim,
         /// Tokens per page.
         page_size: usize,
     },
@@ -102,7 +102,7 @@ pub enum Instance {
         /// Format of the cache.
         format: KvFormat,
         /// Elements per head.
-        head_dim: usize,
+        head_dim: HeadDim,
     },
     /// `query_blocks.cu`.
     QueryBlocks,
@@ -171,7 +171,7 @@ impl Instance {
 
     /// What makes pages of 64 tokens of a cache, in a format of 16-bit floats or in the cache's own.
     pub fn dequantize(
-        head_dim: usize,
+        head_dim: HeadDim,
         format: KvFormat,
         layout: KvLayout,
         attended: KvFormat,
@@ -305,15 +305,16 @@ impl Instance {
     }
 
     fn macros(&self) -> Vec<(&'static str, usize)> {
-        let of_format = |format: KvFormat, head_dim, page_size, row_page_size| {
+        let of_format = |format: KvFormat, head_dim: HeadDim, page_size, row_page_size| {
             vec![
                 ("ATTN_K", scheme_id(format.k)),
                 ("ATTN_V", scheme_id(format.v)),
-                ("ATTN_K_GROUPS", format.k.groups(head_dim)),
-                ("ATTN_V_GROUPS", format.v.groups(head_dim)),
+                ("ATTN_K_GROUPS", format.k.groups(head_dim.k)),
+                ("ATTN_V_GROUPS", format.v.groups(head_dim.v)),
                 ("ATTN_K_WINDOW", format.k.window().tiles()),
                 ("ATTN_V_WINDOW", format.v.window().tiles()),
-                ("ATTN_HEAD_DIM", head_dim),
+                ("ATTN_K_DIM", head_dim.k),
+                ("ATTN_V_DIM", head_dim.v),
                 ("ATTN_PAGE", page_size),
                 ("ATTN_ROW_PAGE", row_page_size),
             ]
@@ -544,7 +545,7 @@ mod tests {
             };
             let instance = Instance::Decode {
                 format: KvFormat::INT8,
-                head_dim: 128,
+                head_dim: HeadDim::same(128),
                 layout: KvLayout::Pages(64),
                 config,
                 score_mods: false,

@@ -189,14 +189,7 @@ mod tests {
         let limits = DeviceLimits::new(0, 132);
         for batch in 1..300 {
             for kv_len in [1, 64, 65, 700, 1024, 5000, 8192, 65_536, 200_000] {
-                let problem = Problem::new(
-                    Heads {
-                        q: 4,
-                        kv: 1,
-                        dim: 128,
-                    },
-                    vec![kv_len; batch],
-                );
+                let problem = Problem::new(Heads::new(4, 1, 128), vec![kv_len; batch]);
                 let cost = Cost::new(&problem, KvFormat::INT8, limits);
                 for kernel in kernels {
                     let Some(split) = fastest_split(&problem, 132, &cost, kernel) else {
@@ -217,14 +210,7 @@ mod tests {
     #[test]
     fn work_items_stay_whole_where_no_team_waits_long() {
         let is_whole = |kv_lens: Vec<usize>, kv: usize| {
-            let problem = Problem::new(
-                Heads {
-                    q: kv,
-                    kv,
-                    dim: 128,
-                },
-                kv_lens,
-            );
+            let problem = Problem::new(Heads::new(kv, kv, 128), kv_lens);
             let of_sequences = takes_whole_items(&problem, 2, 132, false);
             assert_eq!(of_sequences, kv * problem.batch() >= 1056);
             takes_whole_items(&problem, 2, 132, true)
@@ -253,11 +239,7 @@ mod tests {
                 stages: 8,
                 ctas: 1,
             };
-            let heads = Heads {
-                q: 16,
-                kv: 1,
-                dim: 128,
-            };
+            let heads = Heads::new(16, 1, 128);
             let problem = Problem::new(heads, vec![8192; 4]);
             let launch = Launch::new(&config, &problem, KvFormat::INT8, DeviceLimits::new(0, 132));
             assert_eq!(launch.max_partials, partials, "{kernel:?}");

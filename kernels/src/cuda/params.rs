@@ -383,7 +383,7 @@ blocks! {
         states: i32 = "int",
         /// Rows.
         rows: i32 = "int",
-        /// Elements of a row, a multiple of 4 up to 256.
+        /// Elements of a row, a multiple of 4 up to 576.
         head_dim: i32 = "int",
         /// Number format of the states' outputs: Dtype.
         in_dtype: i32 = "int",

@@ -1,6 +1,6 @@
 //! The fastest decode kernel of a problem: a pure function of the problem, the device's limits and the caller's preferences.
 
-use attn_core::{KvFormat, Problem, Scheme, arithmetic, segments::num_spans};
+use attn_core::{HeadDim, KvFormat, Problem, Scheme, arithmetic, segments::num_spans};
 
 use super::{
     config::{
@@ -16,6 +16,9 @@ use super::{
 /// The most CTAs along a grid's second and third axis.
 const MAX_GRID: usize = 65_535;
 
+/// Most dims of a key or a value of floats: the query of a row group takes as many registers as four of integers.
+const MOST_FLOAT_DIMS: usize = 256;
+
 /// Rows of a warpgroup of `many_rows.cu` whose threads have one row each.
 const FEW_ROWS: usize = 32;
 
@@ -27,7 +30,7 @@ pub struct Shape {
     /// Format of the cache.
     pub format: KvFormat,
     /// Elements per head.
-    pub head_dim: usize,
+    pub head_dim: HeadDim,
     /// How K and V lie.
     pub layout: KvLayout,
 }
@@ -52,15 +55,19 @@ impl Shape {
         ctas * (self.shared_bytes(config) + RESERVED_SHARED) <= shared_limit + RESERVED_SHARED
     }
 
-    /// The configuration of `split_kv.cu`, with `shared_limit` bytes of shared memory in a CTA; `None` if nothing fits.
+    /// The configuration of `split_kv.cu`, with `shared_limit` bytes of shared memory in a CTA; `None` if nothing fits, and for floats of more dims than a warp has
+    /// registers for.
     pub(crate) fn split_kv(&self, shared_limit: usize) -> Option<KernelConfig> {
+        if !self.format.is_integer() && self.head_dim.max() > MOST_FLOAT_DIMS {
+            return None;
+        }
         // Measured on an H200: a second row group per warp spills but for 32 rows; 48 rows are faster as two
         // blocks of 24 (58 µs) than as one of 48 (70) or two of 32 (70).
         let warps = [(2, 2), (1, 3), (1, 2), (1, 1)];
         let wanted = match self.rows {
             0..=8 => 3,
             9..=16 => 2,
-            _ if self.head_dim > 128 => 2,
+            _ if self.head_dim.max() > 128 => 2,
             17..=24 | 33..=48 => 1,
             _ => 0,
         };
@@ -108,16 +115,18 @@ impl Shape {
     /// The configurations of `low_latency.cu`; none where it does not cover the shape.
     fn low_latency(&self, shared_limit: usize) -> impl Iterator<Item = KernelConfig> {
         let (rows, format) = (self.rows, self.format);
+        let HeadDim { k, v } = self.head_dim;
         let is_int8 = |scheme: Scheme| scheme.is_integer() && scheme.code_bits() == 8;
-        let has_one_scale = |scheme: Scheme| is_int8(scheme) && scheme.groups(self.head_dim) == 1;
+        let one_scale = |scheme: Scheme, dim| is_int8(scheme) && scheme.groups(dim) == 1;
+        let have_one_scale = one_scale(format.k, k) && one_scale(format.v, v);
         // A warp has a quarter of the dims, which lie in one of V's groups or are some of them. Registers suffice for two row groups of int8
-        // with one scale alone, and for 192 and 256 dims of int8 alone.
-        let is_covered = matches!(format.v.groups(self.head_dim), 1 | 2 | 4 | 8)
-            && match self.head_dim {
-                64 | 128 => {
-                    rows <= 8 || rows <= 16 && has_one_scale(format.k) && has_one_scale(format.v)
+        // with one scale alone, and for values of 192 and 256 dims, and keys of 256, of int8 alone.
+        let is_covered = matches!(format.v.groups(v), 1 | 2 | 4 | 8)
+            && match (k, v) {
+                (..=192, 64 | 128) => rows <= 8 || rows <= 16 && k <= 128 && have_one_scale,
+                (..=256, 64 | 128 | 192 | 256) => {
+                    rows <= 8 && is_int8(format.k) && is_int8(format.v)
                 }
-                192 | 256 => rows <= 8 && is_int8(format.k) && is_int8(format.v),
                 _ => false,
             }
             && shared_limit >= BULK_SHARED;
@@ -142,20 +151,21 @@ impl Shape {
     /// The configuration of `many_rows.cu` for runs of spans; `None` where it does not cover the shape.
     pub(crate) fn many_rows(&self, shared_limit: usize) -> Option<KernelConfig> {
         let KvFormat { k, v } = self.format;
-        let has_one_scale = |scheme: Scheme| scheme.groups(self.head_dim) == 1;
+        let dim = self.head_dim.one()?;
+        let has_one_scale = |scheme: Scheme| scheme.groups(dim) == 1;
         let is_covered = match self.format.is_integer() {
             true => k.code_bits() == v.code_bits() && has_one_scale(k) && has_one_scale(v),
             false => k == v,
         };
         // Products of bytes have V along the tokens, as rows have not. Of many dims, registers suffice for 16-bit floats, and shared memory for a ring of both warpgroups'.
         let is_16_bit = k.code_bits() == 16;
-        let has_many_dims = self.head_dim > 128;
+        let has_many_dims = dim > 128;
         let has_copy_engine = shared_limit >= BULK_SHARED;
         let row_warps = match self.rows {
             0..=64 if has_copy_engine || !has_many_dims => 1,
             _ => WARPGROUPS,
         };
-        let has_dims = match self.head_dim {
+        let has_dims = match dim {
             64 | 96 | 128 => true,
             80 => is_16_bit,
             192 | 256 => is_16_bit && row_warps == WARPGROUPS,

@@ -2,7 +2,7 @@
 //!
 //! A kernel's image exports its own size, `attn_shared_bytes`, which is what a launch uses; a test compares the two.
 
-use attn_core::{KvFormat, Scheme, arithmetic, layout::params_bytes};
+use attn_core::{HeadDim, KvFormat, Scheme, arithmetic, layout::params_bytes};
 
 use super::config::{Kernel, KernelConfig, KvLayout, TEAMS, WARPGROUPS};
 
@@ -42,28 +42,29 @@ pub(crate) struct Stage {
 }
 
 impl Stage {
-    pub(crate) fn new(format: KvFormat, head_dim: usize, layout: KvLayout) -> Self {
+    pub(crate) fn new(format: KvFormat, head_dim: HeadDim, layout: KvLayout) -> Self {
         let tile = arithmetic::TILE;
         let block = match layout {
             KvLayout::Pages(tokens) => tokens.min(tile),
             KvLayout::Rows | KvLayout::PagedRows(_) => tile,
         };
-        let side = |scheme: Scheme| {
+        let side = |scheme: Scheme, dim: usize| {
             // Scales of strided rows are copied in words of 4 bytes.
             let copies = if layout.is_rows() { 2 } else { 1 };
-            let codes = block * head_dim * scheme.code_bits() / 8;
-            (codes + copies * params_bytes(scheme, head_dim, block)) * (tile / block)
+            let codes = block * dim * scheme.code_bits() / 8;
+            (codes + copies * params_bytes(scheme, dim, block)) * (tile / block)
         };
-        let (k, v) = (side(format.k), side(format.v));
+        let (k, v) = (side(format.k, head_dim.k), side(format.v, head_dim.v));
         let one_stage = !layout.is_rows() && k + v <= KV_ONE_STAGE;
         let v_behind = if one_stage { v } else { 0 };
         let bytes = (k + v_behind).max(v);
-        let residuals = |scheme: Scheme| match scheme.window().tiles() {
+        let residuals = |scheme: Scheme, dim: usize| match scheme.window().tiles() {
             0 => 0,
-            _ => tile * head_dim / 2,
+            _ => tile * dim / 2,
         };
         // Residuals lie behind the codes of their side, or in a stage of their own, which is in use at the same time.
-        let [of_k, of_v] = [residuals(format.k), residuals(format.v)];
+        let of_k = residuals(format.k, head_dim.k);
+        let of_v = residuals(format.v, head_dim.v);
         let lie_apart = |codes: usize, residuals: usize| {
             residuals > 0 && (one_stage || codes + residuals > bytes)
         };
@@ -83,7 +84,7 @@ impl Stage {
                 _ => Unpacked::Nothing { integers: true },
             },
             rotated_row: if format.v.is_rotated() {
-                head_dim.next_multiple_of(32) * 4
+                head_dim.v.next_multiple_of(32) * 4
             } else {
                 0
             },
@@ -97,16 +98,16 @@ impl Stage {
 pub fn shared_bytes(
     config: &KernelConfig,
     format: KvFormat,
-    head_dim: usize,
+    head_dim: HeadDim,
     layout: KvLayout,
 ) -> usize {
     let stage = Stage::new(format, head_dim, layout);
     match config.kernel {
-        Kernel::SplitKv => split_kv_bytes(config, &stage, head_dim),
+        Kernel::SplitKv => split_kv_bytes(config, &stage, head_dim.v),
         Kernel::LowLatencyCluster | Kernel::LowLatencyGlobal => {
-            team_bytes(config, &stage, head_dim)
+            team_bytes(config, &stage, head_dim.v)
         }
-        Kernel::ManyRows | Kernel::ManyRowsWhole => many_rows_bytes(config, &stage, head_dim),
+        Kernel::ManyRows | Kernel::ManyRowsWhole => many_rows_bytes(config, &stage, head_dim.max()),
     }
 }
 
@@ -173,6 +174,8 @@ fn partial_bytes(config: &KernelConfig, head_dim: usize) -> usize {
 mod tests {
     use std::collections::BTreeMap;
 
+    use attn_core::HEAD_DIMS;
+
     use super::*;
     use crate::cuda::{Arch, Instance, instance::covered, nvrtc::Nvrtc, select::Shape};
 
@@ -207,11 +210,20 @@ mod tests {
         KvLayout::Pages(128),
     ];
 
+    /// Those that kernels are written for alike, and some that differ.
+    fn head_dims() -> impl Iterator<Item = HeadDim> {
+        let unlike = [(192, 128), (128, 256), (576, 512), (80, 64)];
+        HEAD_DIMS
+            .map(HeadDim::same)
+            .into_iter()
+            .chain(unlike.map(HeadDim::from))
+    }
+
     /// Every configuration that is chosen for some problem, by the options that its size depends on.
     fn configurations() -> BTreeMap<Vec<String>, (Instance, usize)> {
         let mut all = BTreeMap::new();
         for format in FORMATS.map(|name| name.parse::<KvFormat>().expect("a format's name")) {
-            for head_dim in [64, 80, 96, 128, 192, 256] {
+            for head_dim in head_dims() {
                 for layout in LAYOUTS {
                     if format.check(head_dim).is_err() || covered(format, layout).is_err() {
                         continue;

@@ -1,6 +1,6 @@
 //! The specialisation of `append.wgsl` and `centre.wgsl`.
 
-use attn_core::KvFormat;
+use attn_core::{HeadDim, KvFormat};
 
 use super::{
     Constants, SpecialiseError,
@@ -13,7 +13,7 @@ pub struct AppendKey {
     /// The schemes of the pages.
     pub format: KvFormat,
     /// Elements per head.
-    pub head_dim: usize,
+    pub head_dim: HeadDim,
     /// Tokens per page.
     pub page_size: usize,
     /// Storage buffers that the pool lies in.
@@ -25,8 +25,8 @@ pub struct AppendKey {
 impl AppendKey {
     fn constants(&self) -> Constants {
         let mut constants = layout_constants(self.format, self.head_dim, self.page_size);
-        let groups = [self.format.k, self.format.v].map(|scheme| scheme.groups(self.head_dim));
-        let most = groups[0].max(groups[1]);
+        let HeadDim { k, v } = self.head_dim;
+        let most = self.format.k.groups(k).max(self.format.v.groups(v));
         let own = [
             ("AG", most),
             ("POOLS", self.pools),

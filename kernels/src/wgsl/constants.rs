@@ -2,7 +2,7 @@
 
 use std::sync::LazyLock;
 
-use attn_core::{Int8Scale, KvFormat, PageLayout, Scheme, layout::Side, rotation};
+use attn_core::{HeadDim, Int8Scale, KvFormat, PageLayout, Scheme, layout::Side, rotation};
 
 use super::{
     params::{AppendParams, ArithmeticParams, CentreParams, DecodeParams},
@@ -29,9 +29,9 @@ fn scheme_number(scheme: Scheme) -> usize {
 }
 
 /// Stages of butterflies that rotate a row of a scheme; none where it is not rotated.
-fn strides(scheme: Scheme, head_dim: usize) -> usize {
+fn strides(scheme: Scheme, dim: usize) -> usize {
     match scheme.is_rotated() {
-        true => rotation::block(head_dim).ilog2() as usize,
+        true => rotation::block(dim).ilog2() as usize,
         false => 0,
     }
 }
@@ -48,7 +48,7 @@ pub(super) fn set(constants: &mut Constants, values: &[(&str, usize)]) {
 ///
 /// # Panics
 /// For a layout that no page can have: keys are made of checked problems and caches.
-pub(super) fn layout_constants(format: KvFormat, head_dim: usize, page_size: usize) -> Constants {
+pub(super) fn layout_constants(format: KvFormat, head_dim: HeadDim, page_size: usize) -> Constants {
     let layout = PageLayout::new(format, head_dim, page_size, 1);
     let layout = layout.expect("kernels are chosen for checked layouts");
     let (k, v) = (format.k, format.v);
@@ -60,19 +60,20 @@ pub(super) fn layout_constants(format: KvFormat, head_dim: usize, page_size: usi
     set(
         &mut constants,
         &[
-            ("D", head_dim),
+            ("KD", head_dim.k),
+            ("VD", head_dim.v),
             ("PS", page_size),
-            ("UNITS", head_dim / 16),
+            ("UNITS", head_dim.k / 16),
             ("K", scheme_number(k)),
             ("V", scheme_number(v)),
             ("K_BITS", k.code_bits()),
             ("V_BITS", v.code_bits()),
-            ("KG", k.groups(head_dim)),
-            ("VG", v.groups(head_dim)),
+            ("KG", k.groups(head_dim.k)),
+            ("VG", v.groups(head_dim.v)),
             ("K_SCALED", usize::from(k.has_row_scales())),
             ("V_SCALED", usize::from(v.has_row_scales())),
-            ("K_STRIDES", strides(k, head_dim)),
-            ("V_STRIDES", strides(v, head_dim)),
+            ("K_STRIDES", strides(k, head_dim.k)),
+            ("V_STRIDES", strides(v, head_dim.v)),
             ("K_WINDOW", k.window().tiles()),
             ("V_WINDOW", v.window().tiles()),
             ("V_RESIDUALS", v_residuals / 16),

@@ -1,6 +1,6 @@
 //! The specialisation of `decode_split.wgsl` and `decode_merge.wgsl`.
 
-use attn_core::{Int8Scale, KvFormat, Problem, Scheme, rotation};
+use attn_core::{HeadDim, Int8Scale, KvFormat, Problem, Scheme, rotation};
 
 use super::{
     Constants, SpecialiseError,
@@ -11,13 +11,16 @@ use super::{
 /// Lanes of a workgroup of `decode_split.wgsl`: `T`.
 const LANES: usize = 64;
 
+/// Threads of a workgroup of `decode_merge.wgsl`.
+const MERGE_THREADS: usize = 256;
+
 /// Everything that chooses constants of the decode kernels.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct DecodeKey {
     /// The schemes of K and V.
     pub format: KvFormat,
     /// Elements per head.
-    pub head_dim: usize,
+    pub head_dim: HeadDim,
     /// Tokens per page.
     pub page_size: usize,
     /// Query rows of one workgroup: 1, 2, 4 or 8.
@@ -37,20 +40,24 @@ pub struct DecodeKey {
 }
 
 impl DecodeKey {
-    /// Dims of a workgroup of `decode_merge.wgsl`: few where splits are tiles, because rows are few then and each has many partials, but
+    /// Dims of a workgroup of `decode_merge.wgsl`: those of its threads, or few where splits are tiles, because rows are few then and each has many partials; but
     /// whole blocks where V is rotated.
     fn merge_dims(&self) -> usize {
+        let dim = self.head_dim.v;
+        let block = match self.format.v.is_rotated() {
+            true => rotation::block(dim),
+            false => 1,
+        };
         match self.split {
-            Split::Segment => self.head_dim,
-            Split::Tile if self.format.v.is_rotated() => rotation::block(self.head_dim).max(32),
-            Split::Tile => 32,
+            Split::Segment => dim.min(MERGE_THREADS.next_multiple_of(block)),
+            Split::Tile => block.max(32),
         }
     }
 
     /// Workgroups of `decode_merge.wgsl` that share the dims of a query row.
     #[must_use]
     pub fn merge_parts(&self) -> usize {
-        self.head_dim.div_ceil(self.merge_dims())
+        self.head_dim.v.div_ceil(self.merge_dims())
     }
 }
 
@@ -92,7 +99,7 @@ pub struct KvLayout {
 fn decode_constants(key: &DecodeKey) -> Constants {
     let v = key.format.v;
     let mut constants = layout_constants(key.format, key.head_dim, key.page_size);
-    let (d, r) = (key.head_dim, key.rows);
+    let (d, r) = (key.head_dim.v, key.rows);
     let group_dims = d / v.groups(d);
     // Dims of a lane: of 4-bit V pairs of them, as they share bytes; of a view's bytes the four of a word. Long rows take turns.
     let v_rows = if v.code_bits() == 4 { d / 2 } else { d };
@@ -130,8 +137,8 @@ fn decode_constants(key: &DecodeKey) -> Constants {
 /// Bytes of workgroup memory that the split kernel takes, as declared there.
 pub fn workgroup_bytes(key: &DecodeKey) -> usize {
     let KvFormat { k, v } = key.format;
-    let (d, r) = (key.head_dim, key.rows);
-    let (units, k_groups, v_groups) = (d / 16, k.groups(d), v.groups(d));
+    let (dim, r) = (key.head_dim, key.rows);
+    let (units, k_groups, v_groups) = (dim.k / 16, k.groups(dim.k), v.groups(dim.v));
     let is_centred = k.is_integer() && k.code_bits() == 4;
     let scored_whole = k == Scheme::Int8(Int8Scale::Group32) || is_centred && k_groups > 1;
     let halves = k.is_integer() && units % 2 == 0 && !scored_whole;
@@ -209,14 +216,7 @@ mod tests {
 
     #[test]
     fn any_tuning_gives_kernels_of_one_two_four_or_eight_rows() {
-        let problem = Problem::new(
-            Heads {
-                q: 64,
-                kv: 1,
-                dim: 64,
-            },
-            vec![1],
-        );
+        let problem = Problem::new(Heads::new(64, 1, 64), vec![1]);
         let layout = KvLayout {
             format: KvFormat::INT8,
             page_size: 64,
@@ -245,14 +245,7 @@ mod tests {
 
     #[test]
     fn the_largest_kernels_are_far_from_the_preprocessors_bounds() {
-        let mut problem = Problem::new(
-            Heads {
-                q: 64,
-                kv: 1,
-                dim: 256,
-            },
-            vec![1],
-        );
+        let mut problem = Problem::new(Heads::new(64, 1, 256), vec![1]);
         (problem.scores.softcap, problem.scores.alibi_slopes) = (Some(1.0), Some(vec![1.0; 64]));
         let mut longest = 0;
         for format in ["int4-g1", "int8-g32/int4-g8", "int4", "int4-r8-w4"] {

@@ -70,14 +70,7 @@ mod tests {
     #[test]
     fn few_workgroups_take_tiles() {
         let split = |kv_lens: &[usize], asked| {
-            let problem = Problem::new(
-                Heads {
-                    q: 32,
-                    kv: 8,
-                    dim: 128,
-                },
-                kv_lens.to_vec(),
-            );
+            let problem = Problem::new(Heads::new(32, 8, 128), kv_lens.to_vec());
             Split::choose(&problem, 4, asked)
         };
         for (kv_lens, want) in [

@@ -17,8 +17,9 @@ impl Case {
                 0 => (self.format.k, &config.k_tensor_scales),
                 _ => (self.format.v, &config.v_tensor_scales),
             };
-            let groups = scheme.groups(p.head_dim);
-            let row_bytes = p.head_dim * scheme.code_bits() / 8;
+            let dim = p.head_dim.both()[side];
+            let groups = scheme.groups(dim);
+            let row_bytes = dim * scheme.code_bits() / 8;
             let rows = p.batch() * p.num_kv_heads * capacity;
             let mut filled = Rows {
                 codes: vec![0xff; rows * row_bytes],
@@ -27,10 +28,10 @@ impl Case {
                 row_bytes,
                 groups,
             };
-            let (mut codes, mut params) = (vec![0; p.head_dim], vec![Param::default(); groups]);
+            let (mut codes, mut params) = (vec![0; dim], vec![Param::default(); groups]);
             for b in 0..p.batch() {
                 let x = &self.kv(b)[side];
-                for (i, x) in x.chunks_exact(p.head_dim).enumerate() {
+                for (i, x) in x.chunks_exact(dim).enumerate() {
                     let (t, head) = (i / p.num_kv_heads, i % p.num_kv_heads);
                     let tensor_scale = scales.get(head).copied().unwrap_or(1.0);
                     quant::encode(scheme, tensor_scale, x, &mut codes, &mut params);

@@ -100,27 +100,23 @@ pub(super) fn fill(
         at
     };
     let rows = batch * heads * capacity;
-    let schemes = [workload.format.k, workload.format.v];
-    let code_parts = schemes.map(|scheme| {
-        let bytes = problem.head_dim * scheme.code_bits() / 8;
+    let sides = workload.format.sides(problem.head_dim);
+    let code_parts = sides.map(|(scheme, dim)| {
+        let bytes = dim * scheme.code_bits() / 8;
         (part(rows * bytes), strides(bytes))
     });
-    let scale_parts = schemes.map(|scheme| {
+    let scale_parts = sides.map(|(scheme, dim)| {
         let has = scheme.is_integer() && !scheme.has_tensor_scale();
-        let groups = if has {
-            scheme.groups(problem.head_dim)
-        } else {
-            0
-        };
+        let groups = if has { scheme.groups(dim) } else { 0 };
         (has.then(|| part(rows * groups * 2)), strides(groups))
     });
     let rotation = timer.rotate(workload, end)?;
-    for (i, scheme) in schemes.into_iter().enumerate() {
-        let bytes = rows * problem.head_dim * scheme.code_bits() / 8;
+    for (i, (scheme, dim)) in sides.into_iter().enumerate() {
+        let bytes = rows * dim * scheme.code_bits() / 8;
         let template = codes(scheme, 4 << 20);
         timer.fill(&template, code_parts[i].0, bytes)?;
         if let Some(at) = scale_parts[i].0 {
-            let bytes = rows * scheme.groups(problem.head_dim) * 2;
+            let bytes = rows * scheme.groups(dim) * 2;
             let template: Vec<u8> = (0..1 << 16).flat_map(|_| SCALE.to_le_bytes()).collect();
             timer.fill(&template, at, bytes)?;
         }

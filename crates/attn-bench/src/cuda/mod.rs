@@ -83,7 +83,7 @@ struct Centres {
 impl Centres {
     fn new(buffers: &Buffers, problem: &Problem) -> Result<Self, Error> {
         let batch = problem.batch();
-        let elements = [batch, problem.num_kv_heads, CENTRES, problem.head_dim];
+        let elements = [batch, problem.num_kv_heads, CENTRES, problem.head_dim.k];
         let elements = product("elements of centres of K", &elements)?;
         Ok(Centres {
             all: buffers.upload(&bf16(&noise(8, elements)))?,
@@ -196,7 +196,8 @@ impl CudaTimer {
     /// Those of [`CudaTimer::prepare`], but for the device's.
     pub fn supports(&self, workload: &Workload) -> Result<(), Error> {
         let problem = &workload.problem;
-        let row = problem.num_kv_heads.saturating_mul(problem.head_dim);
+        let [in_k, in_v] = problem.kv_elements();
+        let row = in_k.max(in_v);
         let appended = match workload.operation {
             Operation::Decode => workload.page_size,
             _ => problem.batch().max(workload.page_size),
@@ -305,13 +306,12 @@ impl CudaTimer {
         };
         let buffers = &self.buffers;
         let lens: Vec<i32> = problem.kv_lens.iter().map(|&len| len as i32).collect();
-        let elems = problem.rows() * problem.head_dim;
         Ok(Step {
             append,
             source,
             rotation,
-            q: buffers.upload(&bf16(&noise(5, elems)))?,
-            out: buffers.upload(&vec![0u16; elems])?,
+            q: buffers.upload(&bf16(&noise(5, problem.q_elements())))?,
+            out: buffers.upload(&vec![0u16; problem.out_elements()])?,
             lse: buffers.floats(problem.rows())?,
             kv_lens: buffers.upload(&lens)?,
             query_blocks: query_blocks(buffers, &plan)?,

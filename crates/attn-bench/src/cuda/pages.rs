@@ -26,7 +26,7 @@ pub(super) struct Pages {
     /// What an append rotates K by.
     rotary: Option<Box<OnDevice>>,
     /// Elements of a token's K.
-    row: usize,
+    rows: [usize; 2],
 }
 
 /// Rotary positions of the sequences' last tokens, and their queries.
@@ -42,7 +42,7 @@ struct OnDevice {
 
 impl OnDevice {
     fn new(buffers: &Buffers, problem: &Problem) -> Result<Self, Error> {
-        let (heads, dim) = (problem.num_q_heads, problem.head_dim);
+        let (heads, dim) = (problem.num_q_heads, problem.head_dim.k);
         let longest = problem.kv_lens.iter().copied().max().unwrap_or(0).max(1);
         let table = Rotary::new(dim, 5e5, &RotaryScaling::None)?.table(0..longest)?;
         // `supports` has refused empty sequences.
@@ -116,8 +116,8 @@ impl Pages {
             k: noise,
             v: noise.offset(2 * NOISE),
             dtype: Dtype::Bf16,
-            k_token_stride: self.row,
-            v_token_stride: self.row,
+            k_token_stride: self.rows[0],
+            v_token_stride: self.rows[1],
         }
     }
 
@@ -190,7 +190,7 @@ pub(super) fn fill(
     scales: [DeviceAddress; 2],
 ) -> Result<(Appends, Pages, Rotation), Error> {
     let problem = &workload.problem;
-    let (heads, dim, batch) = (problem.num_kv_heads, problem.head_dim, problem.batch());
+    let batch = problem.batch();
     let page_size = workload.page_size;
     let slots = workload
         .format
@@ -236,11 +236,13 @@ pub(super) fn fill(
             slot_residuals: None,
             rotary: None,
             residual_slots: slots,
-            row: heads * dim,
+            rows: problem.kv_elements(),
         })
     };
     // The first pages in their own order, and the rest of the pool from them: residual pages may hold any bytes.
-    let first = total.min(NOISE / (heads * dim) / page_size);
+    let [in_k, in_v] = problem.kv_elements();
+    let widest = in_k.max(in_v);
+    let first = total.min(NOISE / widest / page_size);
     let in_order = pages(&(0..first as u32).collect::<Vec<_>>(), first)?;
     let table = scattered(&counts, stride);
     let mut scattered = pages(&table, stride)?;

@@ -90,11 +90,7 @@ impl CudaTimer {
     }
 
     fn export(&mut self, format: KvFormat, runs: usize) -> Result<Transfer, Error> {
-        let heads = Heads {
-            q: HEADS,
-            kv: HEADS,
-            dim: DIM,
-        };
+        let heads = Heads::new(HEADS, HEADS, DIM);
         let slots = format.residual_slots(PAGE_SIZE, 1);
         let home = BATCH * LEN / PAGE_SIZE;
         let config = CacheConfig::builder(format, heads)

@@ -26,7 +26,7 @@ impl Plan {
         }
         // SAFETY: this function's contract.
         let rotary = unsafe { config(tokens.rotary) }?;
-        let args = rotary.args(self.problem.num_q_heads, self.layout.head_dim())?;
+        let args = rotary.args(self.problem.num_q_heads, self.layout.head_dim().k)?;
         Ok(Some(args))
     }
 
@@ -61,7 +61,7 @@ impl Plan {
     fn new_rows(&self, tokens: &Tokens) -> Result<KvRows, Failure> {
         given("k", tokens.k)?;
         given("v", tokens.v)?;
-        tokens.on_device([self.layout.num_kv_heads(), self.layout.head_dim()])
+        tokens.on_device(&self.layout)
     }
 
     pub(crate) fn decode_args(
@@ -70,7 +70,7 @@ impl Plan {
         rows: &Rows,
         buffers: &Buffers,
     ) -> Result<DecodeArgs, Failure> {
-        rows.check_on_device([self.problem.num_q_heads, self.problem.head_dim])?;
+        rows.check_on_device(&self.problem)?;
         let has_blocks = self.plan.query_blocks_bytes() > 0;
         Ok(DecodeArgs {
             q: given("q", rows.q)?,

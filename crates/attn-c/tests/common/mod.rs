@@ -30,6 +30,7 @@ pub fn config() -> CacheConfig {
         format: c"int8".as_ptr(),
         kv_heads: HEADS,
         head_dim: DIM,
+        v_dim: 0,
         sequences: 2,
         max_tokens: 128,
         pages: 0,

@@ -61,14 +61,7 @@ impl CustomArgs {
                 "--batch is {}; allowed: up to {MOST_SEQUENCES} sequences",
                 self.batch
             );
-            let mut problem = Problem::new(
-                Heads {
-                    q,
-                    kv,
-                    dim: self.dim,
-                },
-                vec![self.ctx; self.batch],
-            );
+            let mut problem = Problem::new(Heads::new(q, kv, self.dim), vec![self.ctx; self.batch]);
             problem.q_lens = vec![self.q_len; problem.batch()];
             problem.scores.causal = !self.not_causal;
             if self.fast {

@@ -78,7 +78,7 @@ impl KvCache {
     ) -> Result<(), Error> {
         self.check_sequence(sequence)?;
         let (k, v) = (k.into(), v.into());
-        let tokens = k.tokens("k", [self.config.num_kv_heads, self.config.head_dim])?;
+        let tokens = k.tokens("k", [self.config.num_kv_heads, self.config.head_dim.k])?;
         self.append_batch(&[Append { sequence, tokens }], k, v)
     }
 
@@ -113,8 +113,8 @@ impl KvCache {
         k: Rows<'a>,
         v: Rows<'a>,
     ) -> Result<ShapedRows<'a>, Error> {
-        let needed = [tokens, self.config.num_kv_heads, self.config.head_dim];
-        let (in_k, in_v) = (k.check_host("k", needed)?, v.check_host("v", needed)?);
+        let [of_k, of_v] = self.layout.shapes(tokens);
+        let (in_k, in_v) = (k.check_host("k", of_k)?, v.check_host("v", of_v)?);
         Ok([(k, in_k), (v, in_v)])
     }
 

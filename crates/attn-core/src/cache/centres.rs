@@ -96,7 +96,7 @@ impl KvCache {
         for (layer, out) in layers {
             let access = CacheAccess::here()?;
             self.store.read_centres(&access, layer, sequence, out)?;
-            let centre = 2 * self.config.head_dim;
+            let centre = 2 * self.config.head_dim.k;
             for (i, centre) in out.chunks_exact_mut(centre).enumerate() {
                 if self.table.tokens_before[sequence] + self.table.lens[sequence] < [1, TILE][i % 2]
                 {
@@ -197,7 +197,7 @@ impl KvCache {
         }
         check_elements("a centre of K of a shard", centres)?;
         // Tokens from position 64 on have the second centre, also those of the shard's own first tile.
-        let row = 2 * self.config.head_dim;
+        let row = 2 * self.config.head_dim.k;
         let mut own = filled("centres of K", needed, 0)?;
         let heads = own
             .chunks_exact_mut(2 * row)

@@ -16,7 +16,7 @@ impl KvCache {
     ///
     /// ```
     /// # use attn_core::{CacheConfig, Heads, HostPages, KvCache, KvFormat};
-    /// # let heads = Heads { q: 4, kv: 1, dim: 64 };
+    /// # let heads = Heads::new(4, 1, 64);
     /// # let config = CacheConfig::builder(KvFormat::INT8, heads).sequences(2).max_len(256).build();
     /// # let mut cache = KvCache::new(config.clone(), Box::new(HostPages::new(&config)?))?;
     /// cache.append(0, &[0.5; 5 * 64], &[2.0; 5 * 64])?;

@@ -22,7 +22,7 @@ impl KvCache {
     ///
     /// ```
     /// # use attn_core::{CacheConfig, Heads, HostPages, KvCache, KvFormat};
-    /// # let heads = Heads { q: 4, kv: 1, dim: 64 };
+    /// # let heads = Heads::new(4, 1, 64);
     /// # let config = CacheConfig::builder(KvFormat::INT8, heads).pages(4).build();
     /// # let mut cache = KvCache::new(config.clone(), Box::new(HostPages::new(&config)?))?;
     /// // Four pages of 64 tokens, for a layer whose tokens see 100 tokens before their own.

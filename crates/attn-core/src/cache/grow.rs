@@ -17,7 +17,7 @@ impl KvCache {
     ///
     /// ```
     /// # use attn_core::{CacheConfig, Heads, HostPages, KvCache, KvFormat};
-    /// # let heads = Heads { q: 4, kv: 1, dim: 64 };
+    /// # let heads = Heads::new(4, 1, 64);
     /// # let config = CacheConfig::builder(KvFormat::INT8, heads).pages(1).build();
     /// # let mut cache = KvCache::new(config.clone(), Box::new(HostPages::new(&config)?))?;
     /// cache.append(0, &[0.5; 60 * 64], &[2.0; 60 * 64])?;
@@ -46,7 +46,7 @@ impl KvCache {
     ///
     /// ```
     /// # use attn_core::{CacheConfig, Heads, HostPages, KvCache, KvFormat};
-    /// # let heads = Heads { q: 4, kv: 1, dim: 64 };
+    /// # let heads = Heads::new(4, 1, 64);
     /// # let config = CacheConfig::builder(KvFormat::INT8, heads).max_len(64).build();
     /// # let mut cache = KvCache::new(config.clone(), Box::new(HostPages::new(&config)?))?;
     /// cache.add_sequences(2)?;

@@ -32,10 +32,13 @@ const TOKENS_BEFORE: usize = 56;
 const CHECKPOINT_PAGES: usize = 60;
 
 /// Where the format's name lies, filled up with zeros.
-const FORMAT: Range<usize> = 64..128;
+const FORMAT: Range<usize> = 64..124;
+
+/// Elements of a value where they are another number than a key's, else 0.
+const V_DIM: usize = 124;
 
 /// Where the tensor scales begin; the header ends behind them and the home pages of checkpoints, at a multiple of [`ALIGN`].
-const SCALES: usize = FORMAT.end;
+const SCALES: usize = V_DIM + 4;
 
 const ALIGN: usize = 64;
 
@@ -47,7 +50,7 @@ const ALIGN: usize = 64;
 /// ```
 /// use attn_core::{CacheConfig, Heads, HostPages, KvCache, KvFormat, SequenceImage};
 ///
-/// let heads = Heads { q: 4, kv: 1, dim: 64 };
+/// let heads = Heads::new(4, 1, 64);
 /// let config = CacheConfig::builder(KvFormat::INT8, heads).sequences(2).max_len(256).build();
 /// let mut cache = KvCache::new(config.clone(), Box::new(HostPages::new(&config)?))?;
 /// cache.append(0, &[0.5; 3 * 64], &[2.0; 3 * 64])?;
@@ -235,9 +238,8 @@ impl Description {
     pub fn centres_bytes(&self) -> usize {
         let layout = self.pages.layout();
         match self.centres {
-            true => {
-                centres_bytes(layout.num_kv_heads(), layout.head_dim()).saturating_mul(self.layers)
-            }
+            true => centres_bytes(layout.num_kv_heads(), layout.head_dim().k)
+                .saturating_mul(self.layers),
             false => 0,
         }
     }
@@ -253,6 +255,7 @@ impl Description {
     /// Writes the header of an image whose pages are there already.
     pub fn write_header(&self, image: &mut [u8]) {
         let (header, layout) = (self.header_bytes(), self.pages.layout());
+        let head_dim = layout.head_dim();
         image[..header].fill(0);
         image[..8].copy_from_slice(MAGIC);
         // `PageLayout` keeps these below 2^32, and no pool has more pages.
@@ -261,12 +264,13 @@ impl Description {
             (12, header),
             (32, self.layers),
             (36, layout.num_kv_heads()),
-            (40, layout.head_dim()),
+            (40, head_dim.k),
             (44, layout.page_size()),
             (48, self.pages.residuals()),
             (HAS_CENTRES, usize::from(self.centres)),
             (TOKENS_BEFORE, self.tokens_before),
             (CHECKPOINT_PAGES, self.checkpoints.len()),
+            (V_DIM, head_dim.one().map_or(head_dim.v, |_| 0)),
         ];
         for (at, word) in words {
             image[at..at + 4].copy_from_slice(&(word as u32).to_le_bytes());
@@ -315,7 +319,11 @@ impl Description {
                 );
             }
         };
-        let layout = PageLayout::new(format, number(40), number(44), number(36))?;
+        let v_dim = match number(V_DIM) {
+            0 => number(40),
+            other => other,
+        };
+        let layout = PageLayout::new(format, (number(40), v_dim), number(44), number(36))?;
         let tokens = long(image, 24);
         if tokens > MAX_TOKENS as u64 {
             return refuse(
@@ -422,7 +430,6 @@ impl Description {
         let numbers = [
             ("layers", self.layers, config.layers),
             ("num_kv_heads", layout.num_kv_heads(), config.num_kv_heads),
-            ("head_dim", layout.head_dim(), config.head_dim),
             ("page_size", layout.page_size(), config.page_size),
         ];
         let numbers = numbers.map(|(what, image, cache)| {
@@ -446,6 +453,9 @@ impl Description {
         let centres = [self.centres, config.centres].map(|has| has.to_string());
         let mut all = vec![("format", format != of_cache, formats)];
         all.push(("centres", self.centres != config.centres, centres));
+        let (of_image, of_cache) = (layout.head_dim(), config.head_dim);
+        let head_dims = [of_image, of_cache].map(|dim| dim.to_string());
+        all.push(("head_dim", of_image != of_cache, head_dims));
         all.extend(numbers);
         all.push(scales("k_tensor_scales", k, &config.k_tensor_scales));
         all.push(scales("v_tensor_scales", v, &config.v_tensor_scales));

@@ -8,7 +8,7 @@ use crate::{convert::dequantize_centred, error::Error, problem::Problem};
 /// ```
 /// use attn_core::{Append, CacheConfig, Error, Heads, HostPages, KvCache, KvFormat, KvSource};
 ///
-/// let heads = Heads { q: 4, kv: 1, dim: 64 };
+/// let heads = Heads::new(4, 1, 64);
 /// let config = CacheConfig::builder(KvFormat::INT8, heads).layers(2).max_len(256).build();
 /// let mut cache = KvCache::new(config.clone(), Box::new(HostPages::new(&config)?))?;
 /// cache.reserve(&[Append { sequence: 0, tokens: 1 }])?;

@@ -95,7 +95,7 @@ impl KvCache {
             return Ok(());
         };
         let had_outliers = self.has_key_outliers();
-        let dim = self.config.head_dim;
+        let dim = self.config.head_dim.k;
         let heads = keys.chunks_exact(TILE * dim);
         let ratio = heads.map(|head| unevenness(head, dim)).fold(0.0, f32::max);
         self.looks.highest = Some(
@@ -109,7 +109,7 @@ impl KvCache {
         Ok(())
     }
 
-    /// The keys of a sequence's newest whole tile, less their centres, `[num_kv_heads, 64, head_dim]`; none where its pages were dropped.
+    /// The keys of a sequence's newest whole tile, less their centres, `[num_kv_heads, 64, head_dim.k]`; none where its pages were dropped.
     fn newest_tile(&self, sequence: usize, layer: usize) -> Result<Option<Vec<f32>>, Error> {
         let first = (self.table.lens[sequence] / TILE - 1) * TILE;
         let page_size = self.config.page_size;

@@ -202,12 +202,12 @@ pub(crate) fn check_pool<'a>(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::problem::Heads;
+    use crate::{head_dim::HeadDim, problem::Heads};
 
     const HEADS: Heads = Heads {
         q: 1,
         kv: 1,
-        dim: 64,
+        dim: HeadDim::same(64),
     };
 
     fn table(pages: &[&[u32]], residuals: &[&[u32]]) -> PageTable {

@@ -89,7 +89,7 @@ impl KvCache {
     /// ```
     /// use attn_core::{Append, CacheConfig, Error, Heads, HostPages, KvCache, KvFormat};
     ///
-    /// let heads = Heads { q: 4, kv: 1, dim: 64 };
+    /// let heads = Heads::new(4, 1, 64);
     /// let config = CacheConfig::builder(KvFormat::INT8, heads).layers(3).max_len(256).build();
     /// let mut cache = KvCache::new(config.clone(), Box::new(HostPages::new(&config)?))?;
     /// let (k, v) = ([0.5; 5 * 64], [2.0; 5 * 64]);

@@ -78,7 +78,7 @@ impl KvCache {
     /// ```
     /// use attn_core::{CacheConfig, Heads, HostPages, KvCache};
     ///
-    /// let heads = Heads { q: 1, kv: 1, dim: 64 };
+    /// let heads = Heads::new(1, 1, 64);
     /// let builder = CacheConfig::builder("fp8/int8".parse()?, heads).max_len(64);
     /// let config = builder.tensor_scales([0.01], []).build();
     /// let mut cache = KvCache::new(config.clone(), Box::new(HostPages::new(&config)?))?;

@@ -11,7 +11,7 @@ use crate::error::Error;
 /// ```
 /// use attn_core::{CacheConfig, Heads, HostPages, KvCache, KvFormat};
 ///
-/// let heads = Heads { q: 4, kv: 1, dim: 64 };
+/// let heads = Heads::new(4, 1, 64);
 /// let config = CacheConfig::builder(KvFormat::INT8, heads).sequences(8).max_len(256).build();
 /// let mut cache = KvCache::new(config.clone(), Box::new(HostPages::new(&config)?))?;
 /// cache.append(5, &[0.5; 3 * 64], &[2.0; 3 * 64])?;

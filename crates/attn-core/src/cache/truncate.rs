@@ -27,7 +27,7 @@ impl KvCache {
     ///
     /// ```
     /// # use attn_core::{CacheConfig, Heads, HostPages, KvCache, KvFormat};
-    /// # let heads = Heads { q: 4, kv: 1, dim: 64 };
+    /// # let heads = Heads::new(4, 1, 64);
     /// # let config = CacheConfig::builder(KvFormat::INT8, heads).max_len(256).build();
     /// # let mut cache = KvCache::new(config.clone(), Box::new(HostPages::new(&config)?))?;
     /// cache.append(0, &[0.5; 5 * 64], &[2.0; 5 * 64])?;
@@ -94,7 +94,7 @@ impl KvCache {
     ///
     /// ```
     /// # use attn_core::{CacheConfig, Heads, HostPages, KvCache, KvFormat};
-    /// # let heads = Heads { q: 4, kv: 1, dim: 64 };
+    /// # let heads = Heads::new(4, 1, 64);
     /// let builder = CacheConfig::builder(KvFormat::INT4, heads).sequences(2).max_len(1000);
     /// let config = builder.checkpoints(256).build();
     /// // A backend's `create_cache` does this with its own store.

@@ -7,14 +7,14 @@ use crate::{
     layout::PageLayout,
 };
 
-/// For backends: the tokens of K and V of these shapes, `[tokens, num_kv_heads, head_dim]`.
+/// For backends: the tokens of K and V of these shapes, `[tokens, num_kv_heads, head_dim]` with K's and V's own head_dim.
 ///
 /// # Errors
 /// [`Error::Shape`] for other heads than the layout's, and for another number of tokens of V than of K.
 pub fn tokens_of(layout: &PageLayout, rows: [[usize; 3]; 2]) -> Result<usize, Error> {
     let tokens = rows[0][0];
-    let needed = [tokens, layout.num_kv_heads(), layout.head_dim()];
-    for (what, given) in ["k", "v"].into_iter().zip(rows) {
+    let shapes = rows.into_iter().zip(layout.shapes(tokens));
+    for (what, (given, needed)) in ["k", "v"].into_iter().zip(shapes) {
         if given != needed {
             return Err(Error::Shape {
                 what,
@@ -100,11 +100,7 @@ mod tests {
 
     /// Where 72 tokens go, behind 60 of the same sequence, in a pool of 6 pages of 64 tokens.
     fn writes(format: KvFormat) -> (PageLayout, Vec<TokenWrite>) {
-        let heads = Heads {
-            q: 1,
-            kv: 1,
-            dim: 64,
-        };
+        let heads = Heads::new(1, 1, 64);
         let builder = CacheConfig::builder(format, heads).centres(false);
         let config = builder.page_size(64).pages(6).build();
         let pages = HostPages::new(&config).unwrap();
@@ -176,6 +172,10 @@ mod tests {
                 other => panic!("{k:?}, {v:?}: {other:?}"),
             }
         }
+        let layout = PageLayout::new(KvFormat::INT8, (192, 128), 64, 1).unwrap();
+        assert_eq!(tokens_of(&layout, [[2, 1, 192], [2, 1, 128]]).unwrap(), 2);
+        assert!(tokens_of(&layout, [[2, 1, 192]; 2]).is_err());
+        assert!(tokens_of(&layout, [[2, 1, 128]; 2]).is_err());
     }
 
     #[test]

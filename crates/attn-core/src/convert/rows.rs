@@ -19,7 +19,7 @@ use half::f16;
 use crate::{
     error::{Error, check_finite, refuse},
     format::{Int8Scale, Scheme},
-    layout::check_head_dim,
+    head_dim::HeadDim,
     quant::{Param, check_stored, to_f16},
 };
 
@@ -268,7 +268,7 @@ fn finite(what: &'static str, x: f32) -> Result<f16, Error> {
 /// # Errors
 /// [`Error::NotFinite`], [`Error::Length`]; [`Error::Parameter`] for group counts and magnitudes outside the format.
 pub fn fbgemm_int4_row(x: &[f32], groups: u8, row: &mut [u8]) -> Result<(), Error> {
-    check_head_dim(x.len())?;
+    HeadDim::same(x.len()).check()?;
     let format = RowFormat::FbgemmInt4(groups);
     format.scheme(x.len())?;
     check_row(x, row, format.row_bytes(x.len()))?;

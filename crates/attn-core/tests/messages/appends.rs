@@ -78,11 +78,7 @@ pub fn appends() -> Vec<Refusal> {
 
 /// An append to a full pool, whose new pages are old residual pages.
 fn failed_twice() -> Error {
-    let heads = Heads {
-        q: 1,
-        kv: 1,
-        dim: DIM,
-    };
+    let heads = Heads::new(1, 1, DIM);
     let builder = CacheConfig::builder(KvFormat::INT4, heads);
     let fails = Arc::new(AtomicBool::new(false));
     let has_failed = fails.clone();

@@ -12,7 +12,10 @@ pub fn attention() -> Vec<Refusal> {
     let mut prompt = filled("int4", 400);
     let long = attend(&prompt, &problem(&[400]).q_len(400), "int4", 0.5);
     prompt.drop_before(0, 200).unwrap();
-    let wide = Heads { dim: 128, ..HEADS };
+    let wide = Heads {
+        dim: 128.into(),
+        ..HEADS
+    };
     let chosen = cache.sequences(&[0, 1]).unwrap();
     let (plan, q) = (
         Plan::new("cpu", &problem(&[100]), KvFormat::INT8, ()).unwrap(),

@@ -1,7 +1,7 @@
 //! The caches, problems and calls that examples share.
 
 use attn_core::{
-    CacheConfig, DecodeStep, Error, Heads, HostPages, KvCache, KvSource, Plan, Problem,
+    CacheConfig, DecodeStep, Error, HeadDim, Heads, HostPages, KvCache, KvSource, Plan, Problem,
 };
 
 /// What was called, and why it was refused.
@@ -11,7 +11,7 @@ pub const DIM: usize = 64;
 pub const HEADS: Heads = Heads {
     q: 2,
     kv: 1,
-    dim: DIM,
+    dim: HeadDim::same(DIM),
 };
 /// Elements of a token's K.
 pub const ROW: usize = DIM;
@@ -37,14 +37,14 @@ pub fn filled(format: &str, tokens: usize) -> KvCache {
 }
 
 pub fn append(cache: &mut KvCache, sequence: usize, tokens: usize) -> Result<(), Error> {
-    let x = vec![0.5; tokens * cache.config().num_kv_heads * cache.config().head_dim];
+    let x = vec![0.5; tokens * cache.config().num_kv_heads * cache.config().head_dim.k];
     cache.append(sequence, &x, &x)
 }
 
 /// Why a step over a cache's first sequences is refused, with queries of one value.
 pub fn attend(cache: &KvCache, problem: &Problem, format: &str, q: f32) -> Error {
     let plan = Plan::new("cpu", problem, format.parse().unwrap(), ()).unwrap();
-    let q = vec![q; problem.elements()];
+    let q = vec![q; problem.out_elements()];
     let mut out = q.clone();
     let step = DecodeStep::new(&plan, &q, KvSource::Cache(cache), &mut out);
     step.err().unwrap()

@@ -26,12 +26,15 @@ pub fn problems() -> Vec<Refusal> {
         problem.check().unwrap_err()
     };
     vec![
-        ("a head_dim of 72", with(|p| p.head_dim = 72)),
+        ("a head_dim of 72", with(|p| p.head_dim = 72.into())),
         (
             "3 query heads of 2 KV heads",
             with(|p| (p.num_q_heads, p.num_kv_heads) = (3, 2)),
         ),
-        ("65 query heads of a KV head", with(|p| p.num_q_heads = 65)),
+        (
+            "129 query heads of a KV head",
+            with(|p| p.num_q_heads = 129),
+        ),
         (
             "2^17 KV heads",
             with(|p| (p.num_q_heads, p.num_kv_heads) = (1 << 17, 1 << 17)),
@@ -106,7 +109,7 @@ pub fn configs() -> Vec<Refusal> {
         (
             "pages that no kernel addresses",
             with("f16", |c| {
-                (c.num_kv_heads, c.head_dim, c.page_size) = (65536, 256, 128)
+                (c.num_kv_heads, c.head_dim.k, c.page_size) = (65536, 256, 128)
             }),
         ),
         (
@@ -118,7 +121,7 @@ pub fn configs() -> Vec<Refusal> {
         ),
         (
             "int8-g32 with a head_dim of 80",
-            with("int8-g32", |c| c.head_dim = 80),
+            with("int8-g32", |c| c.head_dim = 80.into()),
         ),
         ("int4-g8 with a head_dim of 64", with("int4-g8", |_| ())),
         (

@@ -189,11 +189,7 @@ fn assert_refused_until_cancelled(cache: &mut KvCache, sequence: usize) {
     assert!(step(cache.fork(sequence, 3)));
     assert!(step(cache.free_sequence(sequence)));
     assert!(step(cache.image(sequence).map(|_| ())));
-    let heads = attn_core::Heads {
-        q: 1,
-        kv: 1,
-        dim: 64,
-    };
+    let heads = attn_core::Heads::new(1, 1, 64);
     let problem = attn_core::Problem::new(heads, [2000; 4]);
     assert!(step(cache.check_queries(&problem)));
 }

@@ -56,7 +56,7 @@ impl Workspace {
         } else {
             usize::MAX
         };
-        let row = problem.heads_per_kv() * (problem.head_dim + 2);
+        let row = problem.heads_per_kv() * (problem.head_dim.v + 2);
         let mut states = 0;
         for (block, start) in &mut self.blocks {
             *start = self.splits.len();

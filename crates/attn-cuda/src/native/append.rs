@@ -64,7 +64,7 @@ impl AppendShape {
                 format_args!("some, for an append that was prepared without"),
                 "none, or an append prepared with AppendShape::rotary",
             ),
-            Some(rotary) => rotary.params(self.layout.head_dim(), tokens, positions),
+            Some(rotary) => rotary.params(self.layout.head_dim().k, tokens, positions),
         }
     }
 }
@@ -203,7 +203,7 @@ pub(super) fn append_grid(
     }
     let threads = 64 * heads.min(HEADS);
     // `QUERY_HEADS` of rotary.cuh to a warp.
-    let rotated = threads / 32 * (4 / layout.head_dim().div_ceil(128));
+    let rotated = threads / 32 * (4 / layout.head_dim().k.div_ceil(128)).max(1);
     let columns = heads.div_ceil(HEADS) + query_heads.div_ceil(rotated);
     Grid::new([columns, batch, tokens], threads)
 }

@@ -72,7 +72,7 @@ unsafe impl Op for CentreArgs {
 
     fn grid(&self, layout: &PageLayout) -> Grid {
         let ctas = [self.count, layout.num_kv_heads(), 1];
-        Grid::new(ctas, layout.head_dim().next_multiple_of(32))
+        Grid::new(ctas, layout.head_dim().k.next_multiple_of(32))
     }
 }
 

@@ -253,7 +253,7 @@ pub(crate) unsafe fn launch_decode_as(
             max_kv_len: sizes::int_limit(plan.launch_plan.max_kv_len),
             num_pages: sizes::axis(args.kv.num_pages()),
             page_size: sizes::int("page_size", plan.layout.table_page_size())?,
-            head_dim: sizes::int("head_dim", plan.problem.head_dim)?,
+            head_dim: sizes::int("head_dim", plan.problem.head_dim.k)?,
             query_tokens: sizes::int("query tokens", plan.problem.query_tokens())?,
             ..CheckParams::default()
         };

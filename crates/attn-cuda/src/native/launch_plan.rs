@@ -206,7 +206,7 @@ impl LaunchPlan {
         let per_launch = match num_blocks {
             0 => problem.batch(),
             blocks => {
-                let row = config.rows().saturating_mul(4 * (problem.head_dim + 2));
+                let row = config.rows().saturating_mul(4 * (problem.head_dim.v + 2));
                 let partials = match leaves_spans {
                     true => 1,
                     false => launch.partials(1, heads).saturating_mul(row).max(1),
@@ -248,10 +248,10 @@ impl LaunchPlan {
                 aligned(&[per_launch, heads, launch.row_blocks, 4])?
             },
             max_sum_bytes: aligned(&[partials, config.rows(), 8])?,
-            partial_o_bytes: aligned(&[partials, config.rows(), problem.head_dim, 4])?,
+            partial_o_bytes: aligned(&[partials, config.rows(), problem.head_dim.v, 4])?,
             row_states_bytes: match config.kernel {
                 kernel if kernel.is_many_rows() => {
-                    aligned(&[launch.grid[0], MANY_ROWS, problem.head_dim, 4])?
+                    aligned(&[launch.grid[0], MANY_ROWS, problem.head_dim.v, 4])?
                 }
                 _ => 0,
             },

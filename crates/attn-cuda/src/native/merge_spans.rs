@@ -1,10 +1,6 @@
 //! The launch that merges and finishes the states of shards' spans. Tokens sharded over GPUs have the bits of one GPU so.
 
-use attn_core::{
-    Error, KvFormat,
-    error::refuse,
-    layout::{HEAD_DIMS, Side},
-};
+use attn_core::{Error, HeadDim, KvFormat, error::refuse, layout::Side};
 use attn_kernels::cuda::{Instance, params::MergeSpansParams};
 
 use super::{
@@ -55,15 +51,14 @@ const ROWS: usize = 4;
 
 // SAFETY: `attn_merge_spans` takes one MergeSpansParams, asserted on both sides, and writes the merged rows alone.
 unsafe impl Op for MergeSpansArgs {
-    /// Format and head_dim of what was attended.
+    /// The format of what was attended, and elements of a value.
     type Shape = (KvFormat, usize);
     type Params = MergeSpansParams;
     const DOING: &'static str = "merging spans";
 
-    fn instances(&(format, head_dim): &Self::Shape) -> Result<Vec<Instance>, Error> {
-        if !HEAD_DIMS.contains(&head_dim) {
-            return refuse("head_dim", head_dim, "64, 80, 96, 128, 192, 256");
-        }
+    fn instances(&(format, dim): &Self::Shape) -> Result<Vec<Instance>, Error> {
+        let head_dim = HeadDim::same(dim);
+        head_dim.check()?;
         Ok(vec![Instance::MergeSpans { format, head_dim }])
     }
 
@@ -113,12 +108,12 @@ mod tests {
         let of = |head_dim| MergeSpansArgs::instances(&(KvFormat::INT8, head_dim));
         let instance = Instance::MergeSpans {
             format: KvFormat::INT8,
-            head_dim: 192,
+            head_dim: HeadDim::same(192),
         };
         assert_eq!(of(192).unwrap(), [instance]);
-        for head_dim in [0, 100, 512] {
+        for head_dim in [0, 100, 1024] {
             let said = of(head_dim).unwrap_err().to_string();
-            assert!(said.contains("64, 80, 96, 128, 192, 256"), "{said}");
+            assert!(said.contains("64, 80, 96, 128, 160, 192, 256"), "{said}");
         }
     }
 

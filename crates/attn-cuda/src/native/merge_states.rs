@@ -1,6 +1,6 @@
 //! The merge of results over disjoint tokens, on the device: tokens sharded over GPUs, or a shared prefix attended once.
 
-use attn_core::{Error, error::refuse};
+use attn_core::{Error, MAX_HEAD_DIM, error::refuse};
 use attn_kernels::cuda::{Instance, params::MergeStatesParams};
 
 use super::{
@@ -14,7 +14,7 @@ use crate::{handles::DeviceAddress, sizes};
 /// [`AttnState::merge_state`](attn_core::AttnState::merge_state) one after the other, rounded to `out_dtype` at the end. The same results in the same order
 /// give the same bits. A log-sum-exp includes its row's sink, so only one of the results may have been computed with sinks.
 ///
-/// Refused are other head_dims than multiples of 4 up to 256, and strides at which states overlap.
+/// Refused are other head_dims than multiples of 4 up to 576, and strides at which states overlap.
 ///
 /// # Safety
 /// `out` and `lse` overlap no state but, where number formats are the same, the first; outputs are finite, and log-sum-exps finite or −∞.
@@ -58,8 +58,8 @@ unsafe impl Op for MergeStatesArgs {
     }
 
     fn params(&self, (): &()) -> Result<MergeStatesParams, Error> {
-        if self.head_dim == 0 || self.head_dim > 256 || !self.head_dim.is_multiple_of(4) {
-            return refuse("head_dim", self.head_dim, "multiples of 4 up to 256");
+        if self.head_dim == 0 || self.head_dim > MAX_HEAD_DIM || !self.head_dim.is_multiple_of(4) {
+            return refuse("head_dim", self.head_dim, "multiples of 4 up to 576");
         }
         let elements = sizes::product("merged outputs", &[self.rows, self.head_dim])?;
         if self.out_stride < elements || !self.out_stride.is_multiple_of(4) {
@@ -117,7 +117,7 @@ mod tests {
         type Change = fn(&mut MergeStatesArgs);
         let changes: [(&str, Change); 6] = [
             ("head_dim", |a| a.head_dim = 0),
-            ("head_dim", |a| (a.head_dim, a.out_stride) = (260, 7 * 260)),
+            ("head_dim", |a| (a.head_dim, a.out_stride) = (580, 7 * 580)),
             ("head_dim", |a| a.head_dim = 30),
             ("stride of outputs", |a| a.out_stride = 7 * 128 - 4),
             ("stride of log-sum-exps", |a| a.lse_stride = 6),

@@ -18,7 +18,7 @@
 //! /// # Safety
 //! /// `stream` is a live stream of the device's primary context, which is current; the memory is as [`DecodeArgs`] documents it.
 //! unsafe fn step(gpu: &CudaBackend, stream: *mut c_void, at: [u64; 6]) -> Result<(), Error> {
-//!     let problem = Problem::new(Heads { q: 32, kv: 8, dim: 128 }, [4096; 4]);
+//!     let problem = Problem::new(Heads::new(32, 8, 128), [4096; 4]);
 //!     // Once; its `workspace_bytes` say how much to allocate, and its `zeroed_bytes` how much of that to zero.
 //!     let plan = gpu.prepare(&problem, KvFormat::INT8, KvLayout::Pages(64))?;
 //!     let [q, out, pool, page_table, kv_lens, workspace] = at.map(DeviceAddress::new);

@@ -64,7 +64,7 @@ impl<'a> Launched<'a> {
         let rows = match many_rows {
             Some(config) => config.rows(),
             // Rows of a CTA of `split_kv.cu`.
-            None if problem.head_dim > 128 => 16,
+            None if problem.head_dim.max() > 128 => 16,
             None => 24,
         };
         let of_block = (rows / heads_per_kv).max(1);

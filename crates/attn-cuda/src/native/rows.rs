@@ -31,10 +31,18 @@ pub(super) fn maps(device: &Device, of: &RowsOf<'_>, kv: &DeviceKv) -> RowMaps {
         return RowMaps::default();
     }
     let [k, v] = [
-        (of.format.k, rows.k[0], rows.code_strides[0]),
-        (of.format.v, rows.v[0], rows.code_strides[1]),
+        (
+            (of.format.k, of.problem.head_dim.k),
+            rows.k[0],
+            rows.code_strides[0],
+        ),
+        (
+            (of.format.v, of.problem.head_dim.v),
+            rows.v[0],
+            rows.code_strides[1],
+        ),
     ]
-    .map(|(scheme, base, strides)| map(of, scheme, base.get(), (outer, strides)));
+    .map(|(side, base, strides)| map(of, side, base.get(), (outer, strides)));
     match (k, v) {
         (Some(k), Some(v)) => RowMaps { k, v, are_set: 1 },
         _ => RowMaps::default(),
@@ -46,13 +54,13 @@ pub(super) fn maps(device: &Device, of: &RowsOf<'_>, kv: &DeviceKv) -> RowMaps {
 /// fits, and where the driver refuses the strides.
 fn map(
     of: &RowsOf<'_>,
-    scheme: Scheme,
+    (scheme, dim): (Scheme, usize),
     base: u64,
     ([tokens, outer], strides): ([usize; 2], [usize; 3]),
 ) -> Option<[u64; 16]> {
     use sys::CUtensorMapSwizzle_enum as Swizzle;
     let problem = of.problem;
-    let row = problem.head_dim * scheme.code_bits() / 8;
+    let row = dim * scheme.code_bits() / 8;
     let (width, swizzle) = [
         (128, Swizzle::CU_TENSOR_MAP_SWIZZLE_128B),
         (64, Swizzle::CU_TENSOR_MAP_SWIZZLE_64B),

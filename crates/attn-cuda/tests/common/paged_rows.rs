@@ -35,10 +35,10 @@ impl PagedRows {
             true => [heads * page_size * row, page_size * row, row],
             false => [heads * page_size * row, row, heads * row],
         };
-        let row_bytes = |scheme: Scheme| problem.head_dim * scheme.code_bits() / 8;
+        let row_bytes = |scheme: Scheme| problem.head_dim.k * scheme.code_bits() / 8;
         let groups = |scheme: Scheme, rows: &StridedRows<'_>| match rows.scales {
             [] => 0,
-            _ => scheme.groups(problem.head_dim),
+            _ => scheme.groups(problem.head_dim.k),
         };
         // Each cached row's place in the contiguous cache and in its page.
         let places = || {

@@ -6,7 +6,7 @@ use std::ops::Range;
 use anyhow::{Result, ensure};
 use attn_conformance::case::noise;
 use attn_core::{
-    CacheConfig, DecodeAttention, DecodeStep, Heads, KvCache, KvFormat, KvSource, Problem,
+    CacheConfig, DecodeAttention, DecodeStep, HeadDim, Heads, KvCache, KvFormat, KvSource, Problem,
     SpanStates, SpansStep,
 };
 use attn_cpu::CpuBackend;
@@ -24,7 +24,7 @@ use crate::{
 const HEADS: Heads = Heads {
     q: 6,
     kv: 2,
-    dim: 64,
+    dim: HeadDim::same(64),
 };
 const PAGE: usize = 64;
 
@@ -148,7 +148,7 @@ impl Case {
             .build();
         [config.k_tensor_scales, config.v_tensor_scales] = self.scales();
         let mut cache = cpu.create_cache(&config)?;
-        let row = HEADS.kv * HEADS.dim;
+        let row = HEADS.kv * HEADS.dim.k;
         let lens = problem.kv_lens.iter().zip(&problem.q_lens);
         for (b, (len, q_len)) in lens.enumerate() {
             let [k, v] = [0, 1].map(|side| noise(10 + 2 * b as u64 + side, len * row));
@@ -182,7 +182,7 @@ impl Case {
     /// All shards on the machine, then their merge, against the CPU's.
     pub fn run<M: Machine>(&self, machine: &M) -> Result<()> {
         let cpu = CpuBackend::new();
-        let q: Vec<f32> = noise(1, self.problem.elements())
+        let q: Vec<f32> = noise(1, self.problem.out_elements())
             .iter()
             .map(|x| 4.0 * x)
             .collect();
@@ -221,7 +221,7 @@ impl Case {
         let all = |of: fn(&SpanStates) -> &[f32]| -> Vec<f32> {
             shards.iter().flat_map(|shard| of(shard).to_vec()).collect()
         };
-        let nothing = numbers::bytes(dtype, &vec![f32::NAN; problem.elements()]);
+        let nothing = numbers::bytes(dtype, &vec![f32::NAN; problem.out_elements()]);
         let [_, v_scales] = self.scales();
         let sinks = problem.scores.sinks.clone().unwrap_or_default();
         let mut memory = [
@@ -256,7 +256,7 @@ impl Case {
             v_tensor_scales: some(&v_scales, v_scales_at),
         };
         // SAFETY: the addresses are those of memory that lives until here, as large as `MergeSpansArgs` asks.
-        unsafe { machine.enqueue((self.format, problem.head_dim), &args) }?;
+        unsafe { machine.enqueue((self.format, problem.head_dim.k), &args) }?;
         Ok((machine.download(&memory[2])?, machine.download(&memory[3])?))
     }
 }
@@ -301,7 +301,7 @@ fn attend<M: Machine>(
         upload(bytemuck::cast_slice(&blocks))?,
         // NaN: what is not written shows, unless its maximum says that nothing is seen.
         upload(&vec![0xff; 8 * spans * rows])?,
-        upload(&vec![0xff; 4 * spans * rows * HEADS.dim])?,
+        upload(&vec![0xff; 4 * spans * rows * HEADS.dim.k])?,
     ];
     let [
         pool,
@@ -346,12 +346,12 @@ fn attend<M: Machine>(
     unsafe { machine.attend_spans((&planned, config.format, KvLayout::Pages(PAGE)), &args, &to) }?;
     let numbers_of = |memory| anyhow::Ok(numbers::numbers(Dtype::F32, &machine.download(memory)?));
     let (max_sums, o) = (numbers_of(&memory[10])?, numbers_of(&memory[11])?);
-    Ok(SpanStates::new(rows, HEADS.dim, max_sums, o)?)
+    Ok(SpanStates::new(rows, HEADS.dim.k, max_sums, o)?)
 }
 
 /// Refuses states that differ where a row sees tokens; `want` has no spans behind the longest sequence.
 fn same_states(got: &SpanStates, want: &SpanStates) -> Result<()> {
-    let (rows, dim) = (got.rows(), HEADS.dim);
+    let (rows, dim) = (got.rows(), HEADS.dim.v);
     for at in 0..got.spans() * rows {
         let ml = |of: &SpanStates| match of.max_sums().get(2 * at..2 * at + 2) {
             Some(ml) if ml[0] > f32::NEG_INFINITY => Some([ml[0], ml[1]].map(f32::to_bits)),

@@ -63,7 +63,7 @@ const RANGES: [(usize, std::ops::Range<usize>); 4] =
 
 fn filled_cache(config: &CacheConfig) -> Result<KvCache> {
     let mut cache = CpuBackend::new().create_cache(config)?;
-    let row = config.num_kv_heads * config.head_dim;
+    let row = config.num_kv_heads * config.head_dim.k;
     for (b, (len, _)) in RANGES.iter().enumerate() {
         let [k, v] = [0, 1].map(|side| noise(70 + 2 * b as u64 + side, len * row));
         cache.append(b, &k, &v)?;
@@ -76,11 +76,7 @@ fn export<M: Machine>(
     (name, head_dim, page_size, heads, dtype): (&str, usize, usize, usize, Dtype),
 ) -> Result<()> {
     let format = name.parse()?;
-    let of = Heads {
-        q: heads,
-        kv: heads,
-        dim: head_dim,
-    };
+    let of = Heads::new(heads, heads, head_dim);
     let mut config = CacheConfig::builder(format, of)
         .centres(false)
         .unit_tensor_scales()

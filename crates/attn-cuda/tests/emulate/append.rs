@@ -124,19 +124,12 @@ fn jobs() -> Vec<Job> {
     let job = |name, head_dim, page_size, heads, lens: Vec<usize>, calls: Vec<usize>| {
         let format = str::parse(name).expect("a format's name");
         let longest = lens.iter().max().unwrap_or(&0) + calls.iter().sum::<usize>();
-        let mut config = CacheConfig::builder(
-            format,
-            Heads {
-                q: heads,
-                kv: heads,
-                dim: head_dim,
-            },
-        )
-        .centres(false)
-        .unit_tensor_scales()
-        .sequences(lens.len())
-        .max_len(longest)
-        .build();
+        let mut config = CacheConfig::builder(format, Heads::new(heads, heads, head_dim))
+            .centres(false)
+            .unit_tensor_scales()
+            .sequences(lens.len())
+            .max_len(longest)
+            .build();
         config.page_size = page_size;
         config.num_pages = lens.len() * config.pages_for(longest);
         for scale in config
@@ -213,7 +206,7 @@ impl Job {
     fn tokens(&self, seed: u64, count: usize) -> Tokens {
         let noise = noise(
             seed,
-            count * self.config.num_kv_heads * self.config.head_dim,
+            count * self.config.num_kv_heads * self.config.head_dim.k,
         );
         let (mut floats, mut bytes) = (Vec::new(), Vec::new());
         for x in noise {
@@ -241,7 +234,7 @@ impl Job {
     fn differs(&self, cpu: &CpuBackend, kernels: &Kernels) -> Result<Option<String>> {
         let config = &self.config;
         let mut cache = cpu.create_cache(config)?;
-        let row = config.num_kv_heads * config.head_dim;
+        let row = config.num_kv_heads * config.head_dim.k;
         let table = self.rotary.map(Table::new).transpose()?;
         for (b, &len) in self.lens.iter().enumerate() {
             let [k, v] = [0, 1].map(|side| self.tokens(10 + 2 * b as u64 + side, len));
@@ -266,7 +259,7 @@ impl Job {
                 let mut new = k.floats[at.clone()].to_vec();
                 if let Some(table) = &table {
                     let len = cache.table().lens[b];
-                    table.rotate(&mut new, row, config.head_dim, b, len);
+                    table.rotate(&mut new, row, config.head_dim.k, b, len);
                 }
                 cache.append(b, &new, &v.floats[at])?;
             }
@@ -300,7 +293,7 @@ impl Job {
             .format
             .residual_slots(config.page_size, config.max_q_len);
         let tables = Tables::new(cache, slots, 0);
-        let row = config.num_kv_heads * config.head_dim;
+        let row = config.num_kv_heads * config.head_dim.k;
         let padding = rotary.map_or(0, |table| table.kind.k_padding);
         let row_bytes = k.bytes.len() / (self.lens.len() * tokens);
         let mut k_rows = Vec::new();
@@ -316,7 +309,7 @@ impl Job {
         let launch = match rotary {
             Some(table) => {
                 let positions = positions(table);
-                Some(table.launch(self.dtype, config.head_dim, positions, tokens as u64)?)
+                Some(table.launch(self.dtype, config.head_dim.k, positions, tokens as u64)?)
             }
             None => None,
         };
@@ -366,7 +359,7 @@ impl Job {
         rotary: Option<&Table>,
     ) -> Result<Option<String>> {
         let (config, table) = (&self.config, cache.table());
-        let row = config.num_kv_heads * config.head_dim;
+        let row = config.num_kv_heads * config.head_dim.k;
         let row_bytes = sides[0].bytes.len() / (self.lens.len() * tokens);
         let padding = [rotary.map_or(0, |table| table.kind.k_padding), 0];
         let (mut slots, mut residuals, mut positions) = (Vec::new(), Vec::new(), Vec::new());
@@ -400,7 +393,7 @@ impl Job {
         let rows = rows.map(|rows| words(&rows));
         let seed = 77 + positions.len() as u64;
         let launch = match rotary {
-            Some(table) => Some(table.launch(self.dtype, config.head_dim, positions, seed)?),
+            Some(table) => Some(table.launch(self.dtype, config.head_dim.k, positions, seed)?),
             None => None,
         };
         let args = SlotAppendArgs {

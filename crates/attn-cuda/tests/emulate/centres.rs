@@ -34,7 +34,7 @@ struct EmulatedPages {
 impl EmulatedPages {
     fn new(kernels: &Arc<Kernels>, config: &CacheConfig) -> Result<Self> {
         let layout = config.layout()?;
-        let of_sequence = centres_bytes(config.num_kv_heads, config.head_dim) / 2;
+        let of_sequence = centres_bytes(config.num_kv_heads, config.head_dim.k) / 2;
         Ok(EmulatedPages {
             kernels: kernels.clone(),
             layout,
@@ -50,7 +50,7 @@ impl EmulatedPages {
     }
 
     fn bytes_of(&self, sequence: usize) -> std::ops::Range<usize> {
-        let each = self.layout.num_kv_heads() * CENTRES * self.layout.head_dim();
+        let each = self.layout.num_kv_heads() * CENTRES * self.layout.head_dim().k;
         sequence * each..(sequence + 1) * each
     }
 
@@ -66,7 +66,7 @@ impl EmulatedPages {
             residuals[at] = write.residual_page.unwrap_or(u32::MAX);
             rows[at] = (2 * write.sequence + centre_of(write.position)) as u32;
         }
-        let row = self.layout.num_kv_heads() * self.layout.head_dim();
+        let row = self.layout.num_kv_heads() * self.layout.head_dim().k;
         let args = SlotAppendArgs {
             rows: KvRows {
                 k: address(k),
@@ -285,11 +285,7 @@ const JOBS: [Job; 10] = [
 
 impl Job {
     fn config(&self) -> Result<CacheConfig> {
-        let heads = Heads {
-            q: self.heads,
-            kv: self.heads,
-            dim: self.head_dim,
-        };
+        let heads = Heads::new(self.heads, self.heads, self.head_dim);
         let builder = CacheConfig::builder(self.name.parse()?, heads).centres(true);
         Ok(builder
             .sequences(3)

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use anyhow::{Result, anyhow};
-use attn_core::KvFormat;
+use attn_core::{HeadDim, KvFormat};
 use attn_kernels::cuda::{Arch, Instance, Kernel, KernelConfig, KvLayout};
 use libtest_mimic::Trial;
 
@@ -40,7 +40,7 @@ fn compile(kernels: &Kernels, header: &str) -> Result<()> {
 
 /// An instance whose kernel includes the header: what lies in a kernel's folder is that kernel's alone.
 fn instance_with(header: &str) -> Instance {
-    let (format, head_dim) = (KvFormat::INT4, 128);
+    let (format, head_dim) = (KvFormat::INT4, HeadDim::same(128));
     if header.starts_with("ops/") {
         return Instance::Append {
             format,

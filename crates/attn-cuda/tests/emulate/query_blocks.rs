@@ -37,11 +37,7 @@ const NOTHING: QueryBlock = QueryBlock {
 
 /// The plan of as many sequences, for some more tokens than they have.
 fn plan(q_lens: &[usize]) -> Result<(Problem, LaunchPlan)> {
-    let heads = Heads {
-        q: 8,
-        kv: 2,
-        dim: 128,
-    };
+    let heads = Heads::new(8, 2, 128);
     let mut planned = Problem::new(heads, vec![4096; q_lens.len()]).q_len(0);
     planned.q_lens[0] = q_lens.iter().sum::<usize>() + 11;
     let limits = DeviceLimits::new(Arch::Sm90a.shared_limit(), 132);

@@ -30,18 +30,11 @@ const DIM: usize = 128;
 const PAGE: usize = 64;
 
 fn config(heads: usize, sequences: usize, tokens: usize) -> CacheConfig {
-    let mut config = CacheConfig::builder(
-        FORMAT,
-        Heads {
-            q: heads,
-            kv: heads,
-            dim: DIM,
-        },
-    )
-    .centres(false)
-    .sequences(sequences)
-    .max_len(tokens)
-    .build();
+    let mut config = CacheConfig::builder(FORMAT, Heads::new(heads, heads, DIM))
+        .centres(false)
+        .sequences(sequences)
+        .max_len(tokens)
+        .build();
     config.page_size = PAGE;
     config.num_pages = sequences * tokens.div_ceil(PAGE);
     config
@@ -103,14 +96,7 @@ impl Pair {
             here.append(b, &k, &v)?;
             there.append(b, &k, &v)?;
         }
-        let problem = Problem::new(
-            Heads {
-                q: 8,
-                kv: 2,
-                dim: DIM,
-            },
-            lens.to_vec(),
-        );
+        let problem = Problem::new(Heads::new(8, 2, DIM), lens.to_vec());
         let q = noise(5, problem.rows() * DIM);
         let want = decode(&cpu, &problem, &q, KvSource::Cache(&here))?;
         Ok(Pair {
@@ -290,14 +276,7 @@ fn lying_cache(gpu: &CudaBackend, heads: usize, tokens: usize) -> Result<KvCache
 fn claimed_pages_are_not_read(gpu: &CudaBackend) -> Result<()> {
     for (heads, tokens) in [(1, 1 << 18), (1, PAGE + 1), (2, PAGE)] {
         let cache = lying_cache(gpu, heads, tokens)?;
-        let problem = Problem::new(
-            Heads {
-                q: 4 * heads,
-                kv: heads,
-                dim: DIM,
-            },
-            vec![tokens],
-        );
+        let problem = Problem::new(Heads::new(4 * heads, heads, DIM), vec![tokens]);
         let q = noise(1, problem.rows() * DIM);
         match decode(gpu, &problem, &q, KvSource::Cache(&cache)) {
             Err(Error::Parameter { what: "page", .. }) if heads == 1 => {}
@@ -317,14 +296,7 @@ fn stridden(gpu: &dyn DecodeAttention, lens: &[usize], strides: [usize; 3]) -> R
         scales: &[0x2400],
         scale_strides: strides,
     };
-    let problem = Problem::new(
-        Heads {
-            q: 4,
-            kv: 1,
-            dim: DIM,
-        },
-        lens.to_vec(),
-    );
+    let problem = Problem::new(Heads::new(4, 1, DIM), lens.to_vec());
     let view = KvView::new(&problem, FORMAT, rows, rows, [&[], &[]])?;
     let q = noise(4, problem.rows() * DIM);
     let of = |backend: &dyn DecodeAttention| decode(backend, &problem, &q, KvSource::View(&view));
@@ -397,14 +369,7 @@ fn large_numbers_are_refused(gpu: &CudaBackend) -> Result<()> {
         is_refused(what, result)?;
     }
     let plan = gpu.prepare(
-        &Problem::new(
-            Heads {
-                q: 8,
-                kv: 2,
-                dim: DIM,
-            },
-            vec![700],
-        ),
+        &Problem::new(Heads::new(8, 2, DIM), vec![700]),
         FORMAT,
         KvLayout::Pages(PAGE),
     )?;
@@ -421,18 +386,11 @@ fn large_numbers_are_refused(gpu: &CudaBackend) -> Result<()> {
     // SAFETY: refused as the plan is for pages; nothing is launched.
     let result = unsafe { gpu.decode_on(&plan, stream_of(&stream), &rows) };
     is_refused("rows for a plan of pages", result)?;
-    let mut heads = CacheConfig::builder(
-        FORMAT,
-        Heads {
-            q: 65_536,
-            kv: 65_536,
-            dim: 64,
-        },
-    )
-    .centres(false)
-    .sequences(1)
-    .max_len(16)
-    .build();
+    let mut heads = CacheConfig::builder(FORMAT, Heads::new(65_536, 65_536, 64))
+        .centres(false)
+        .sequences(1)
+        .max_len(16)
+        .build();
     (heads.page_size, heads.num_pages) = (16, 1);
     is_refused("65536 heads", gpu.create_cache(&heads).map(drop))
 }
@@ -457,15 +415,8 @@ fn foreign_caches_are_refused(gpu: &CudaBackend) -> Result<()> {
     let cpu = CpuBackend::new();
     let mut cache = cpu.create_cache(&config(1, 1, PAGE))?;
     cache.append(0, &[0.5; DIM], &[2.0; DIM])?;
-    let problem = Problem::new(
-        Heads {
-            q: 4,
-            kv: 1,
-            dim: DIM,
-        },
-        vec![1],
-    );
-    let q = vec![1.0; problem.elements()];
+    let problem = Problem::new(Heads::new(4, 1, DIM), vec![1]);
+    let q = vec![1.0; problem.out_elements()];
     for plan in [gpu.plan(&problem, FORMAT)?, cpu.plan(&problem, FORMAT)?] {
         let mut out = vec![0.0; q.len()];
         let mut step = DecodeStep::new(&plan, &q, KvSource::Cache(&cache), &mut out)?;

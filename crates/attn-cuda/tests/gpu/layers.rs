@@ -5,8 +5,8 @@ use attn_bench::cuda::Buffers;
 use attn_conformance::{case::noise, check::first_difference, trials::Trials};
 use attn_core::{
     Append, Attend, CacheConfig, DecodeAttention, DecodeStep, DeviceMemory, DeviceResults,
-    DeviceSteps, Dtype, Error, Heads, KvCache, KvFormat, KvSource, Problem, Rows, RowsMut, Scheme,
-    SpansStep,
+    DeviceSteps, Dtype, Error, HeadDim, Heads, KvCache, KvFormat, KvSource, Problem, Rows, RowsMut,
+    Scheme, SpansStep,
 };
 use attn_cpu::{CpuBackend, Reference};
 use attn_cuda::{CudaBackend, CudaMemory, internals::context};
@@ -18,12 +18,12 @@ const LAYERS: usize = 3;
 const HEADS: Heads = Heads {
     q: 8,
     kv: 2,
-    dim: 128,
+    dim: HeadDim::same(128),
 };
-const ROW: usize = HEADS.kv * HEADS.dim;
+const ROW: usize = HEADS.kv * HEADS.dim.k;
 
 /// Strides of queries and results side by side.
-const STRIDES: [usize; 3] = [0, HEADS.q * HEADS.dim, HEADS.dim];
+const STRIDES: [usize; 3] = [0, HEADS.q * HEADS.dim.k, HEADS.dim.k];
 
 fn side_by_side([tokens, heads, dim]: [usize; 3]) -> [usize; 4] {
     [1, tokens, heads, dim]
@@ -81,8 +81,8 @@ impl Pair<'_> {
         let (k, v) = (self.memory(&k), self.memory(&v));
         let tokens = k.elements() / ROW;
         let rows = |memory| {
-            let shape = [1, tokens, HEADS.kv, HEADS.dim];
-            Rows::on_device(memory, shape, [0, ROW, HEADS.dim])
+            let shape = [1, tokens, HEADS.kv, HEADS.dim.k];
+            Rows::on_device(memory, shape, [0, ROW, HEADS.dim.k])
         };
         let kv = [rows(&k)?, rows(&v)?];
         self.there.write_on(&mut *self.steps, layer, kv)?;
@@ -93,7 +93,7 @@ impl Pair<'_> {
         let chosen: Vec<usize> = appends.iter().map(|a| a.sequence).collect();
         let here = self.here.layer(layer)?.sequences(&chosen)?;
         let problem = Problem::new(HEADS, here.table().lens.clone());
-        let q = noise(7, problem.rows() * HEADS.dim);
+        let q = noise(7, problem.rows() * HEADS.dim.k);
         let (mut want, mut lse) = (vec![0.0; q.len()], vec![0.0; problem.rows()]);
         let plan = self.cpu.plan(&problem, self.here.config().format)?;
         let step = DecodeStep::new(&plan, &q, KvSource::Sequences(&here), &mut want)?;
@@ -102,10 +102,11 @@ impl Pair<'_> {
         let there = at(layer, &chosen).of_cache(&self.there)?;
         let (q, out) = (self.buffers.upload(&q)?, self.buffers.floats(q.len())?);
         let (of_q, of_out) = (self.memory(&q), self.memory(&out));
-        let of_q = Rows::on_device(&of_q, side_by_side(there.rows()), STRIDES)?;
-        let of_out = RowsMut::on_device(&of_out, side_by_side(there.rows()), STRIDES)?;
-        let of_q = of_q.device_rows("q", there.rows())?;
-        let of_out = of_out.device_rows("out", there.rows())?;
+        let of_q = Rows::on_device(&of_q, side_by_side(there.problem().q_shape()), STRIDES)?;
+        let of_out =
+            RowsMut::on_device(&of_out, side_by_side(there.problem().out_shape()), STRIDES)?;
+        let of_q = of_q.device_rows("q", there.problem().q_shape())?;
+        let of_out = of_out.device_rows("out", there.problem().out_shape())?;
         let results = DeviceResults::Rows {
             out: of_out,
             lse: None,
@@ -142,10 +143,14 @@ impl Pair<'_> {
         let there = at(layer, chosen).of_cache(&self.there)?;
         let (rows, spans) = (problem.rows(), 2);
         let max_sums = self.buffers.floats(2 * spans * rows)?;
-        let o = self.buffers.floats(spans * rows * HEADS.dim)?;
+        let o = self.buffers.floats(spans * rows * HEADS.dim.k)?;
         let memories = [q, &max_sums, &o].map(|buffer| self.memory(buffer));
-        let of_q = Rows::on_device(&memories[0], side_by_side(there.rows()), STRIDES)?;
-        let of_q = of_q.device_rows("q", there.rows())?;
+        let of_q = Rows::on_device(
+            &memories[0],
+            side_by_side(there.problem().q_shape()),
+            STRIDES,
+        )?;
+        let of_q = of_q.device_rows("q", there.problem().q_shape())?;
         let states = |spans| {
             let [of_max_sums, of_o] = there.state_rows(spans);
             let max_sums = [0, HEADS.q * 2, 2];
@@ -166,7 +171,7 @@ impl Pair<'_> {
         let (first, second) = max_sums.split_at(2 * rows);
         for (what, got, want) in [
             ("maxima and sums", first, want.max_sums()),
-            ("O", &o[..rows * HEADS.dim], want.o()),
+            ("O", &o[..rows * HEADS.dim.k], want.o()),
         ] {
             if let Some(text) = first_difference(what, got, want) {
                 bail!("states of spans: {text}");
@@ -240,7 +245,7 @@ fn layers(gpu: &CudaBackend, format: KvFormat, centres: bool) -> Result<()> {
     let mut others = pair.gpu.device_steps(&other)?;
     let row = pair.buffers.upload(&[0.5; ROW])?;
     let row = pair.memory(&row);
-    let rows = Rows::on_device(&row, [1, 1, HEADS.kv, HEADS.dim], STRIDES)?;
+    let rows = Rows::on_device(&row, [1, 1, HEADS.kv, HEADS.dim.k], STRIDES)?;
     let refused = pair.there.write_on(&mut *others, 0, [rows; 2]);
     ensure!(
         matches!(refused, Err(Error::WrongBackend { .. })),

@@ -80,11 +80,7 @@ impl<'a> Engine<'a> {
         dtype: Dtype,
     ) -> Result<Self> {
         let buffers = Buffers::new(context(gpu))?;
-        let heads = Heads {
-            q: HEADS,
-            kv: HEADS,
-            dim: DIM,
-        };
+        let heads = Heads::new(HEADS, HEADS, DIM);
         let mut config = CacheConfig::builder(format, heads)
             .centres(false)
             .unit_tensor_scales()
@@ -94,14 +90,7 @@ impl<'a> Engine<'a> {
         config.page_size = PAGE;
         let cpu = CpuBackend::new();
         let cache = cpu.create_cache(&config)?;
-        let mut problem = Problem::new(
-            Heads {
-                q: Q_HEADS,
-                kv: HEADS,
-                dim: DIM,
-            },
-            vec![MAX_LEN; BATCH],
-        );
+        let mut problem = Problem::new(Heads::new(Q_HEADS, HEADS, DIM), vec![MAX_LEN; BATCH]);
         problem.q_lens = vec![q_len; problem.batch()];
         problem.scores.sinks = (q_len > 1).then(|| sinks().to_vec());
         let plan = gpu.prepare(&problem, format, KvLayout::Pages(PAGE))?;
@@ -456,14 +445,7 @@ fn crooked_view(gpu: &CudaBackend) -> Result<()> {
         .collect();
     let (k, v) = (codes(1), codes(2));
     let rows = |codes| StridedRows::bnsh(codes, &scales, HEADS, capacity, row, 1);
-    let problem = Problem::new(
-        Heads {
-            q: Q_HEADS,
-            kv: HEADS,
-            dim: DIM,
-        },
-        lens,
-    );
+    let problem = Problem::new(Heads::new(Q_HEADS, HEADS, DIM), lens);
     let format = KvFormat::same(Scheme::Int8(Int8Scale::Token));
     let view = KvView::new(&problem, format, rows(&k), rows(&v), [&[], &[]])?;
     let q = noise(3, problem.rows() * DIM);

@@ -36,7 +36,7 @@ fn differs(cpu: &CpuBackend, gpus: &[CudaBackend; 3], case: &Case) -> Result<Opt
     let one = case.only(b);
     let gpu = &gpus[(which + 1) % 3];
     let got = decode(gpu, &one, &one.built(gpu)?)?;
-    let (heads, dim) = (case.problem.num_q_heads, case.problem.head_dim);
+    let (heads, dim) = (case.problem.num_q_heads, case.problem.head_dim.v);
     let tokens = case.problem.query_ranges().nth(b).unwrap_or_default();
     let rows = tokens.start * heads..tokens.end * heads;
     let dims = rows.start * dim..rows.end * dim;

@@ -52,11 +52,7 @@ struct New {
 impl<'a> Engine<'a> {
     fn new(gpu: &'a CudaBackend, format: KvFormat, head_dim: usize) -> Result<Self> {
         let buffers = Buffers::new(context(gpu))?;
-        let heads = Heads {
-            q: KV_HEADS,
-            kv: KV_HEADS,
-            dim: head_dim,
-        };
+        let heads = Heads::new(KV_HEADS, KV_HEADS, head_dim);
         let mut config = CacheConfig::builder(format, heads)
             .centres(false)
             .sequences(SEQUENCES)
@@ -239,11 +235,7 @@ impl Step {
         dtype: Dtype,
     ) -> Result<Self> {
         let (b, config) = (&engine.buffers, engine.cache.config());
-        let heads = Heads {
-            q: table.kind.q_heads,
-            kv: KV_HEADS,
-            dim: engine.head_dim,
-        };
+        let heads = Heads::new(table.kind.q_heads, KV_HEADS, engine.head_dim);
         let problem = Problem::new(heads, vec![600; SEQUENCES]).q_lens(vec![tokens; SEQUENCES]);
         let (format, layout) = (config.format, KvLayout::Pages(PAGE));
         let plan = engine.gpu.prepare(&problem, format, layout)?;

@@ -1,6 +1,6 @@
 //! The curves of a plot, from measured rows: which rows have a place, and what their points are.
 
-use attn::{Arithmetic, KvFormat};
+use attn::{Arithmetic, HeadDim, KvFormat};
 use attn_bench::{CacheLayout, Operation, presets::ROWS_CTX};
 use attn_cli::measured::Row;
 
@@ -23,7 +23,7 @@ pub(super) fn plain(row: &Row) -> bool {
     let lens = &workload.problem.kv_lens;
     workload.operation == Operation::Decode
         && workload.cache == CacheLayout::Pages
-        && workload.problem.head_dim == 128
+        && workload.problem.head_dim == HeadDim::same(128)
         && lens.windows(2).all(|pair| pair[0] == pair[1])
 }
 

@@ -6,15 +6,14 @@ use attn_core::{
 };
 use half::f16;
 
-use crate::{
-    draw::Draw,
-    pages::{self, Shape},
-};
+use crate::{draw::Draw, pages};
 
 /// Rows of one side in an engine's memory.
 #[derive(Debug)]
 pub(super) struct Rows {
     pub format: RowFormat,
+    /// The pages' scheme, and the elements of a row.
+    of: (Scheme, usize),
     codes: Vec<u8>,
     code_strides: [usize; 3],
     scales: Vec<u16>,
@@ -50,23 +49,22 @@ fn becomes(format: RowFormat, scheme: Scheme, dim: usize) -> bool {
 }
 
 impl Rows {
-    /// Draws rows for pages of a scheme: mostly good ones of the tokens and the sequence, in any strides or blocks.
+    /// Draws rows for pages of a scheme and its dims: mostly good ones of the tokens and the sequence, in any strides or blocks.
     pub(super) fn draw(
         draw: &mut Draw<'_, '_>,
-        shape: &Shape,
-        scheme: Scheme,
-        sequence: usize,
-        tokens: usize,
+        heads: usize,
+        (scheme, dim): (Scheme, usize),
+        (sequence, tokens): (usize, usize),
     ) -> Rows {
         let format = Rows::format(draw, scheme);
-        let (row, groups) = row_size(format, shape.head_dim);
+        let (row, groups) = row_size(format, dim);
         // The memory holds at most so many tokens and sequences; beyond them rows are missing.
         let (tokens, batch) = (tokens.min(300), sequence.min(3) + 1);
         let mut strides = |row: usize| match draw.range(0..=7) {
             0 => [draw.size(), draw.size(), draw.size()],
             1 => [draw.range(0..=99), draw.range(0..=99), draw.range(0..=row)],
-            2..=4 => [shape.heads * tokens * row, tokens * row, row],
-            _ => [shape.heads * tokens * row, row, shape.heads * row],
+            2..=4 => [heads * tokens * row, tokens * row, row],
+            _ => [heads * tokens * row, row, heads * row],
         };
         let (mut code_strides, mut scale_strides) = (strides(row), strides(groups));
         let mut blocks = None;
@@ -78,8 +76,8 @@ impl Rows {
             };
             let count = tokens.checked_div(per).unwrap_or(0) + usize::from(!draw.once_in(6));
             let inside = per.min(300);
-            code_strides = [shape.heads * inside * row, inside * row, row];
-            scale_strides = [shape.heads * inside * groups, inside * groups, groups];
+            code_strides = [heads * inside * row, inside * row, row];
+            scale_strides = [heads * inside * groups, inside * groups, groups];
             let far = draw.once_in(8);
             let table = (0..count)
                 .map(|_| {
@@ -92,16 +90,17 @@ impl Rows {
                 .collect();
             blocks = Some((table, per));
         }
-        let room = shape.heads * (tokens + 33) * batch;
+        let room = heads * (tokens + 33) * batch;
         let mut rows = Rows {
             format,
+            of: (scheme, dim),
             codes: draw.bytes((room * row).min(1 << 20)),
             code_strides,
             scales: vec![0x3555; (room * groups).min(1 << 18)],
             scale_strides,
             blocks,
         };
-        rows.clean(draw, shape.head_dim);
+        rows.clean(draw);
         if draw.once_in(4) {
             rows.cut(draw);
         }
@@ -129,7 +128,8 @@ impl Rows {
     }
 
     /// Replaces codes and scales that are no numbers, in contiguous rows; then, sometimes, damages a byte.
-    fn clean(&mut self, draw: &mut Draw<'_, '_>, dim: usize) {
+    fn clean(&mut self, draw: &mut Draw<'_, '_>) {
+        let dim = self.of.1;
         let (row, _) = row_size(self.format, dim);
         let scheme = match self.format {
             RowFormat::Plain(scheme) => scheme,
@@ -201,8 +201,8 @@ impl Rows {
     }
 
     /// Row and scales of (sequence, head, token), if the memory has them.
-    fn row(&self, dim: usize, sequence: usize, head: usize, t: usize) -> Option<(&[u8], &[u16])> {
-        let (row, groups) = row_size(self.format, dim);
+    fn row(&self, sequence: usize, head: usize, t: usize) -> Option<(&[u8], &[u16])> {
+        let (row, groups) = row_size(self.format, self.of.1);
         let at = match &self.blocks {
             None => [sequence, head, t],
             Some((table, per)) => [*table.get(t.checked_div(*per)?)? as usize, head, t % per],
@@ -224,26 +224,26 @@ impl Rows {
     /// All rows as `[token][head]`, if an import must accept them.
     pub(super) fn expect(
         &self,
-        shape: &Shape,
-        scheme: Scheme,
+        heads: usize,
         sequence: usize,
         tokens: usize,
     ) -> Option<Vec<(&[u8], &[u16])>> {
-        if !becomes(self.format, scheme, shape.head_dim) {
+        let (scheme, dim) = self.of;
+        if !becomes(self.format, scheme, dim) {
             return None;
         }
         if self.blocks.as_ref().is_some_and(|(_, per)| *per == 0) {
             return None;
         }
         // Overlapping rows are refused if the memory could not hold as many rows side by side.
-        let (row, _) = row_size(self.format, shape.head_dim);
-        if tokens.saturating_mul(shape.heads) > self.codes.len() / row {
+        let (row, _) = row_size(self.format, dim);
+        if tokens.saturating_mul(heads) > self.codes.len() / row {
             return None;
         }
         let mut rows = Vec::new();
         for t in 0..tokens {
-            for head in 0..shape.heads {
-                let row = self.row(shape.head_dim, sequence, head, t)?;
+            for head in 0..heads {
+                let row = self.row(sequence, head, t)?;
                 values(self.format, row.0, row.1, 1.0)?;
                 rows.push(row);
             }

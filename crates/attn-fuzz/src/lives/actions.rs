@@ -16,13 +16,13 @@ impl Life<'_> {
             2 => draw.range(0..=400),
             _ => draw.range(0..=self.config.page_size + 3),
         };
-        let n = tokens * self.row();
+        let rows = self.rows();
         let size = draw.pick(&[1.0, 1.0, 4.0, 1e-7, 0.0, 1e4, 1e15, 3e38]);
-        let [mut k, mut v] = [draw.noise(n, size), draw.noise(n, size)];
+        let [mut k, mut v] = rows.map(|row| draw.noise(tokens * row, size));
         let mut good = true;
-        if n > 0 && draw.once_in(6) {
+        if tokens > 0 && draw.once_in(6) {
             let x = if draw.once_in(2) { &mut k } else { &mut v };
-            let at = draw.range(0..=n - 1);
+            let at = draw.range(0..=x.len() - 1);
             x[at] = draw.float();
         }
         for (x, scheme) in [(&k, self.config.format.k), (&v, self.config.format.v)] {
@@ -37,8 +37,12 @@ impl Life<'_> {
             k.push(0.0);
             good = false;
         } else if draw.once_in(16) {
-            v.truncate(n.saturating_sub(self.row()));
-            good &= v.len() == n;
+            v.truncate(tokens.saturating_sub(1) * rows[1]);
+            good &= tokens == 0;
+        } else if rows[0] != rows[1] && draw.once_in(8) {
+            // As many elements in all, but each side has the other's.
+            (k, v) = (v, k);
+            good &= tokens == 0;
         }
         let demand = self.demand(&[Append {
             sequence: s,
@@ -257,13 +261,14 @@ impl Life<'_> {
             return Ok(Done::Refused);
         }
         self.cache.truncate(s, longest).map_err(|e| e.to_string())?;
-        let row = self.row();
+        let rows = self.rows();
         let sequence = &mut self.sequences[s];
         sequence.tokens = longest;
         sequence.fine.retain(|i| *i < longest.div_ceil(size));
         match &mut sequence.floats {
             Some(floats) => {
-                floats.iter_mut().for_each(|x| x.truncate(longest * row));
+                let sides = floats.iter_mut().zip(rows);
+                sides.for_each(|(x, row)| x.truncate(longest * row));
                 self.check_values(s)?;
             }
             None => sequence.bytes = self.cache.read_back(s).map_err(|e| e.to_string())?,

@@ -43,8 +43,8 @@ impl Life<'_> {
         let scales = (&config.k_tensor_scales, &config.v_tensor_scales);
         let got = convert::dequantize(&layout, bytes, tokens, scales.0, scales.1);
         let got = got.map_err(|e| format!("pages are refused: {e}; {self:?}"))?;
-        let row = self.row();
         for (got, side) in got.iter().zip(&self.values(bytes, tokens)) {
+            let row = config.num_kv_heads * side.dim;
             hold!(
                 got.len() == side.coarse.x.len(),
                 "{} values of {tokens} tokens; {self:?}",
@@ -53,7 +53,7 @@ impl Life<'_> {
             for (i, got) in got.iter().enumerate() {
                 let numbers = side.read_from(tokens.saturating_sub(1) / 64, i / row);
                 // Rotated rows are turned back in f32.
-                let of_row = &numbers.x[i / config.head_dim * config.head_dim..][..config.head_dim];
+                let of_row = &numbers.x[i / side.dim * side.dim..][..side.dim];
                 let most = of_row.iter().fold(0.0f64, |a, x| a.max(x.abs()));
                 let (got, want) = (f64::from(*got), numbers.x[i]);
                 hold!(
@@ -153,7 +153,7 @@ impl Life<'_> {
         let (heads, dim) = (self.config.num_kv_heads, self.config.head_dim);
         let problem = problem(draw, heads, dim, &lens);
         let size = draw.pick(&[1.0, 0.1, 5.0, 0.0, 1e-30, 1e10]);
-        let mut q = draw.noise(problem.rows() * dim, size);
+        let mut q = draw.noise(problem.rows() * dim.k, size);
         if let (Some(x), true) = (q.first_mut(), draw.once_in(10)) {
             *x = draw.float();
         }
@@ -190,7 +190,7 @@ impl Life<'_> {
 
 /// Compares the stored rows of pages with the floats, `[token][head][dim]`, to the error of their scheme.
 fn check_error(config: &CacheConfig, side: &Side, x: &[f32]) -> Result<(), String> {
-    let (scheme, dim) = (side.scheme, config.head_dim);
+    let (scheme, dim) = (side.scheme, side.dim);
     hold!(
         x.len() == side.coarse.stored.len(),
         "{} values of {} floats",

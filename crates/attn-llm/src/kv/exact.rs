@@ -35,7 +35,7 @@ impl ExactKv {
     /// Bytes of one token's K and V in all layers and heads.
     #[must_use]
     pub fn bytes_per_token(&self) -> f64 {
-        (self.rows.len() * self.heads.kv * self.heads.dim * 2 * size_of::<f32>()) as f64
+        (self.rows.len() * self.heads.kv * self.heads.dim.k * 2 * size_of::<f32>()) as f64
     }
 
     /// One query head of the token at `position`: `out = Σ softmax(q·k / √dim)·v`.
@@ -48,7 +48,7 @@ impl ExactKv {
         q: &[f32],
         out: &mut [f32],
     ) {
-        let Heads { q: heads, kv, dim } = self.heads;
+        let (heads, kv, dim) = (self.heads.q, self.heads.kv, self.heads.dim.k);
         let row = |t: usize| (t * kv + head / (heads / kv)) * dim;
         let first = window.map_or(0, |left| position.saturating_sub(left));
         let scale = 1.0 / (dim as f32).sqrt();
@@ -95,7 +95,7 @@ impl Kv for ExactKv {
     }
 
     fn cancel(&mut self) -> Result<(), Error> {
-        let row = self.heads.kv * self.heads.dim;
+        let row = self.heads.kv * self.heads.dim.k;
         for Append { sequence, tokens } in self.appends.drain(..) {
             self.lens[sequence] -= tokens;
             let sides = self.rows.iter_mut().flat_map(|of| &mut of[sequence]);
@@ -112,7 +112,7 @@ impl Kv for ExactKv {
         v: &[f32],
         out: &mut [f32],
     ) -> Result<(), Error> {
-        let Heads { q: heads, kv, dim } = self.heads;
+        let (heads, kv, dim) = (self.heads.q, self.heads.kv, self.heads.dim.k);
         // Sequence and position of each token.
         let mut places = Vec::new();
         let mut first = 0;

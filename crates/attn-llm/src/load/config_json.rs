@@ -220,11 +220,7 @@ fn shape(
         architecture: architecture.to_owned(),
         hidden,
         feed_forward: must("intermediate_size")?,
-        heads: Heads {
-            q,
-            kv: fields.count("num_key_value_heads")?.unwrap_or(q),
-            dim,
-        },
+        heads: Heads::new(q, fields.count("num_key_value_heads")?.unwrap_or(q), dim),
         vocab: must("vocab_size")?,
         context,
         norm_eps: or(fields.positive("rms_norm_eps")?, "rms_norm_eps", 1e-6) as f32,

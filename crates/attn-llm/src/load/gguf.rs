@@ -149,11 +149,7 @@ impl Gguf {
         let config = ModelConfig {
             hidden,
             feed_forward: must("feed_forward_length")?,
-            heads: Heads {
-                q,
-                kv: count("attention.head_count_kv")?.unwrap_or(q),
-                dim,
-            },
+            heads: Heads::new(q, count("attention.head_count_kv")?.unwrap_or(q), dim),
             vocab: vocab.unwrap_or(0),
             context: must("context_length")?,
             norm_eps: eps,

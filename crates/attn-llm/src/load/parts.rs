@@ -233,7 +233,7 @@ impl Parts<'_> {
 
     fn layer(&mut self, i: usize, config: &ModelConfig, taken: &Taken) -> Result<Layer, String> {
         let (hidden, feed_forward) = (config.hidden, config.feed_forward);
-        let dim = config.heads.dim;
+        let dim = config.heads.dim.k;
         let (q, kv) = (config.heads.q * dim, config.heads.kv * dim);
         let names = self.names;
         let weight = |part| format!("{}.weight", names.layer(i, part));

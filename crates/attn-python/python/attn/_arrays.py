@@ -225,17 +225,18 @@ class Rows:
 
 
 class Results:
-    """What an attention of the queries `rows` writes: `out`, of their shape, made here where it is not given; and log-sum-exps, if they are asked for."""
+    """What an attention of the queries `rows` over values of `v_dim` writes: `out`, made here where it is not given; and log-sum-exps, if they are asked for."""
 
     __slots__ = ("out", "lse", "_out", "_lse")
 
-    def __init__(self, rows: Rows, out: Any, with_lse: bool) -> None:
-        self._out = rows.empty(rows.shape) if out is None else out
+    def __init__(self, rows: Rows, v_dim: int, out: Any, with_lse: bool) -> None:
+        shape = (*rows.shape[:-1], v_dim)
+        self._out = rows.empty(shape) if out is None else out
         self._lse = rows.empty(rows.shape[:-1], single=True) if with_lse else None
         self.out = Rows("out", self._out, writable=True)
         self.lse = None if self._lse is None else Rows("lse", self._lse, writable=True)
-        if self.out.shape != rows.shape:
-            raise ShapeError(f"out has the shape {list(self.out.shape)}; needed: that of q, {list(rows.shape)}")
+        if self.out.shape != shape:
+            raise ShapeError(f"out has the shape {list(self.out.shape)}; needed: {list(shape)}")
 
     def arrays(self) -> Any:
         """The caller's arrays."""

@@ -9,7 +9,7 @@ from . import _attn
 from ._arrays import Results, Rows, _numpy
 from ._errors import ParameterError, ShapeError, UnsupportedError
 from ._image import SequenceImage
-from ._options import Modifiers, count, counts, device_name, flag, format_name, numbers, one_or_more, optional_count
+from ._options import Modifiers, count, counts, device_name, flag, format_name, head_dim, numbers, one_or_more, optional_count
 from ._spans import MOST_SPANS, spans_of
 
 
@@ -55,6 +55,7 @@ class _CacheOptions:
     q_heads: Optional[int]
     heads: int
     dim: int
+    v_dim: int
     max_tokens: int
     sequences: int
     layers: int
@@ -96,8 +97,9 @@ class Cache:
     Args:
         format: `"int8"`, `"int4"`, `"int8/int4"` (K/V), `"bf16"`, `"f16"`, `"fp8"`, or another name of the table of formats.
         heads: KV heads.
-        dim: dims of a head: 64, 80, 96, 128, 192 or 256.
+        dim: dims of a head: 64, 80, 96, 128, 160, 192, 256, 320, 512 or 576.
         max_tokens: tokens that each sequence has room for.
+        v_dim: dims of a value and of a result, where they are not those of a key and a query.
         sequences: sequences, numbered from 0, all empty.
         layers: layers of a model that have the same shape: lengths and pages in common, a pool for each. A step is reserved once, then written
             layer by layer: `reserve`, `write`.
@@ -135,6 +137,7 @@ class Cache:
         heads: int,
         dim: int,
         max_tokens: int,
+        v_dim: Optional[int] = None,
         sequences: int = 1,
         layers: int = 1,
         q_heads: Optional[int] = None,
@@ -152,6 +155,7 @@ class Cache:
             q_heads=optional_count("q_heads", q_heads, 1),
             heads=count("heads", heads, 1),
             dim=count("dim", dim, 1),
+            v_dim=count("v_dim", dim if v_dim is None else v_dim, 1),
             max_tokens=count("max_tokens", max_tokens),
             sequences=count("sequences", sequences),
             layers=count("layers", layers, 1),
@@ -177,8 +181,13 @@ class Cache:
 
     @property
     def dim(self) -> int:
-        """Dims of a head."""
+        """Dims of a head's key and query."""
         return self._options.dim
+
+    @property
+    def v_dim(self) -> int:
+        """Dims of a head's value, and of a result."""
+        return self._options.v_dim
 
     @property
     def centres(self) -> bool:
@@ -253,7 +262,7 @@ class Cache:
         """Appends tokens to sequences: to all of them, or to none if anything is refused. For a cache of one layer; others: `reserve`, `write`.
 
         Args:
-            k, v: `[tokens, heads, dim]`, the tokens of one sequence after those of another; or `[sequences, tokens, heads, dim]`. K is what queries
+            k, v: `[tokens, heads, dim]`, the tokens of one sequence after those of another; or `[sequences, tokens, heads, dim]`; of V v_dim. K is what queries
                 are multiplied with: after the positions are rotated in.
             sequences: which get them, each once; the first ones if not given.
             tokens: how many each gets, where `k` has three dims and there are several sequences.
@@ -270,8 +279,8 @@ class Cache:
     @staticmethod
     def _new_rows(k: Rows, v: Rows) -> Tuple[Any, Any, Optional[int]]:
         """K and V as capsules, and the stream that they are ready on."""
-        if k.shape != v.shape:
-            raise ShapeError(f"k has the shape {list(k.shape)}, and v {list(v.shape)}; pass both in one")
+        if k.shape[:-1] != v.shape[:-1]:
+            raise ShapeError(f"k has the shape {list(k.shape)}, and v {list(v.shape)}; pass as many rows of both")
         stream = k.stream()
         k, v = (rows.flat(what, 3).with_rows_together() for what, rows in (("k", k), ("v", v)))
         return k.capsule(stream), v.capsule(stream), stream
@@ -356,12 +365,13 @@ class Cache:
             arithmetic: `"exact"`, or `"fast"`: steps of an integer format in which some sequence has more than 16 query tokens may be computed by floats,
                 which is faster on a GPU with tensor cores. The answer is as near to attention over the same cache, but no bits are promised. It takes a cache with
                 `centres=False`; over centres of K steps are exact.
-            out: where the results go, of q's shape and type; on the CPU at any strides with a contiguous last dim and rows that do not overlap, on a
+            out: where the results go, of q's type and shape, with v_dim as the last dim; on the CPU at any strides with a contiguous last dim and rows that do not overlap, on a
                 GPU contiguous. It may lie between the queries, or be them, on the CPU.
             return_lse: whether the logarithms of the softmax's sums are returned, too.
 
         Returns:
-            The results, of q's shape, type and library; with `return_lse` also the log-sum-exps, float32, of q's shape without its last dim.
+            The results, of q's type and library, and of its shape with v_dim as the last dim; with `return_lse` also the log-sum-exps, float32, of q's shape without
+            its last dim.
 
         Raises:
             ShapeError, SequenceError, ParameterError, UnsupportedError, DeviceError; NumberError for NaN and infinity in host memory.
@@ -374,7 +384,7 @@ class Cache:
             layer=self._layer(layer),
             modifiers=Modifiers.of(scale, causal, softcap, window_left, alibi_slopes, sinks, arithmetic),
         )
-        results = Results(rows, out, flag("return_lse", return_lse))
+        results = Results(rows, self.v_dim, out, flag("return_lse", return_lse))
         stream = rows.stream()
         self._cache.attend(
             rows.contiguous().flat("q", 3).with_rows_together().capsule(stream),
@@ -437,7 +447,7 @@ class Cache:
         spans = needed if spans is None else count("spans", spans, 1)
         if spans > MOST_SPANS:
             raise ParameterError(f"spans is {spans}; allowed: 1 to {MOST_SPANS}, those of the longest sequence")
-        shape = (spans, sum(q_lens), *rows.shape[-2:])
+        shape = (spans, sum(q_lens), rows.shape[-2], self.v_dim)
         stream = rows.stream()
         max_sums, o = rows.empty((*shape[:-1], 2), single=True), rows.empty(shape, single=True)
         self._cache.attend_spans(
@@ -559,8 +569,7 @@ class Cache:
         sequence = count("sequence", sequence)
         lens = self.lens
         tokens = lens[sequence] if sequence < len(lens) else 0
-        shape = (tokens, self.heads, self.dim)
-        k, v = (_numpy().empty(shape, "float32") for _ in range(2))
+        k, v = (_numpy().empty((tokens, self.heads, dim), "float32") for dim in (self.dim, self.v_dim))
         self._cache.export(sequence, self._layer(layer), k.__dlpack__(), v.__dlpack__())
         return k, v
 
@@ -592,5 +601,5 @@ class Cache:
 
     def __repr__(self) -> str:
         o = self._options
-        return f"attn.Cache({o.format!r}, heads={o.heads}, dim={o.dim}, sequences={self.sequences}, layers={o.layers}, device={self.device!r})"
+        return f"attn.Cache({o.format!r}, heads={o.heads}, dim={head_dim(o.dim, o.v_dim)}, sequences={self.sequences}, layers={o.layers}, device={self.device!r})"
 

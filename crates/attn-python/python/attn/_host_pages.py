@@ -18,14 +18,17 @@ class HostPages:
     Args:
         format: what pages hold: a format without a window and without static scales, such as `"int8"`, `"int8/int4-w0"`, `"int4-g1"`, `"bf16"`.
         kv_heads, dim: KV heads, dims of a head.
+        v_dim: dims of a value and of a result, where they are not those of a key and a query.
         page_size: tokens of a page: 16, 32, 64 or 128.
 
     Raises:
         ParameterError, UnsupportedError.
     """
 
-    def __init__(self, format: str = "int8", *, kv_heads: int, dim: int, page_size: int = 64) -> None:
-        self._pages = _attn.HostPages(format_name(format), count("kv_heads", kv_heads, 1), count("dim", dim, 1), count("page_size", page_size, 1))
+    def __init__(self, format: str = "int8", *, kv_heads: int, dim: int, v_dim: Optional[int] = None, page_size: int = 64) -> None:
+        self._v_dim = count("v_dim", dim if v_dim is None else v_dim, 1)
+        head_dim = (count("dim", dim, 1), self._v_dim)
+        self._pages = _attn.HostPages(format_name(format), count("kv_heads", kv_heads, 1), head_dim, count("page_size", page_size, 1))
 
     @property
     def page_bytes(self) -> int:
@@ -36,7 +39,7 @@ class HostPages:
         """Appends tokens that bring their places: any number, of any sequences. A call that is refused changes nothing.
 
         Args:
-            k, v: `[tokens, KV heads, dim]`, float32, float16 or bfloat16; tokens may lie apart.
+            k, v: `[tokens, KV heads, dim]`, of V v_dim, float32, float16 or bfloat16; tokens may lie apart.
             slots: int64 `[tokens]`, page · page_size + token of the page; negative: skipped, whatever the token holds. Of tokens with the same slot, the last one stays.
 
         Raises:
@@ -76,7 +79,7 @@ class HostPages:
             scale, causal, softcap, window_left, alibi_slopes, sinks, out, return_lse: as for `attn.Cache.attend`.
 
         Returns:
-            The results, of q's shape, type and library; with `return_lse` also the log-sum-exps, float32 `[query tokens, query heads]`.
+            The results, of q's type and library, and of its shape with v_dim as the last dim; with `return_lse` also the log-sum-exps, float32 `[query tokens, query heads]`.
 
         Raises:
             ShapeError, ParameterError, UnsupportedError; NumberError for NaN and infinity in q.
@@ -87,7 +90,7 @@ class HostPages:
             q_lens=[1] * len(lens) if q_lens is None else counts("q_lens", q_lens),
             modifiers=Modifiers.of(scale, causal, softcap, window_left, alibi_slopes, sinks, "exact"),
         )
-        results = Results(rows, out, flag("return_lse", return_lse))
+        results = Results(rows, self._v_dim, out, flag("return_lse", return_lse))
         arrays = SimpleNamespace(
             q=rows.capsule(None),
             out=results.out.capsule(None),

@@ -7,6 +7,7 @@ from typing import Any, Optional, Tuple
 
 from . import _attn
 from ._errors import ParameterError
+from ._options import head_dim
 
 
 @dataclass(frozen=True, init=False, repr=False)
@@ -57,8 +58,13 @@ class SequenceImage:
 
     @property
     def dim(self) -> int:
-        """Dims of a head."""
+        """Dims of a head's key."""
         return self._header["dim"]
+
+    @property
+    def v_dim(self) -> int:
+        """Dims of a head's value."""
+        return self._header["v_dim"]
 
     @property
     def page_size(self) -> int:
@@ -110,4 +116,4 @@ class SequenceImage:
         return self.data
 
     def __repr__(self) -> str:
-        return f"<attn.SequenceImage: {self.tokens} tokens, {self.format}, heads={self.heads}, dim={self.dim}, layers={self.layers}, {len(self.data)} bytes>"
+        return f"<attn.SequenceImage: {self.tokens} tokens, {self.format}, heads={self.heads}, dim={head_dim(self.dim, self.v_dim)}, layers={self.layers}, {len(self.data)} bytes>"

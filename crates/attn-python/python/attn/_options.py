@@ -41,6 +41,11 @@ def count(what: str, x: Any, least: int = 0) -> int:
     return n
 
 
+def head_dim(dim: int, v_dim: int) -> str:
+    """Dims of a head's key and of its value, as the library writes them."""
+    return str(dim) if dim == v_dim else f"{dim}/{v_dim}"
+
+
 def _items(what: str, x: Any, allowed: str) -> List[Any]:
     """The items of a sequence, or of an array of one dim."""
     try:

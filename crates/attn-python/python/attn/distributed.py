@@ -138,7 +138,7 @@ class ContextParallelCache:
     """
 
     def __init__(
-        self, format: str = "int8", *, heads: int, dim: int, max_tokens: int, sequences: int = 1, share: Optional[int] = None, group: Any = None, **options: Any
+        self, format: str = "int8", *, heads: int, dim: int, max_tokens: int, v_dim: Optional[int] = None, sequences: int = 1, share: Optional[int] = None, group: Any = None, **options: Any
     ) -> None:
         self._group, (self.rank, self.ranks) = group, _place(group)
         if count("layers", options.get("layers", 1)) != 1 or "pages" in options:
@@ -147,11 +147,11 @@ class ContextParallelCache:
         self.share = tokens_of_rank(max_tokens, self.ranks) if share is None else count("share", share)
         if self.share % SPAN:
             raise ParameterError(f"share is {share}; allowed: multiples of {SPAN}, a span of the arithmetic")
-        self.cache = Cache(format, heads=heads, dim=dim, sequences=sequences, max_tokens=self._of_rank(max_tokens), **options)
+        self.cache = Cache(format, heads=heads, dim=dim, v_dim=v_dim, sequences=sequences, max_tokens=self._of_rank(max_tokens), **options)
         # Keys of later shards lack the centres of the first one, whose first tile is all that these come from.
         self._first_tiles: Optional[Cache] = None
         if self.rank > 0 and self.cache.centres:
-            self._first_tiles = Cache(format, heads=heads, dim=dim, sequences=sequences, max_tokens=TILE, **options)
+            self._first_tiles = Cache(format, heads=heads, dim=dim, v_dim=v_dim, sequences=sequences, max_tokens=TILE, **options)
         self._room, self._lens = max_tokens, [0] * self.cache.sequences
         # The newest tokens of each sequence that can be queries on every rank, whatever residuals it has.
         self._newest = [0] * len(self._lens)
@@ -194,8 +194,9 @@ class ContextParallelCache:
         sequences, each = self._batch("k", k, sequences, "tokens", tokens)
         # A rank that refused its own rows alone would have other lengths than the rest.
         for what, rows in (("k", k), ("v", v)):
-            if floats(what, rows).shape != (k.shape[0], self.cache.heads, self.cache.dim):
-                raise ShapeError(f"{what} is no tensor [{k.shape[0]}, {self.cache.heads}, {self.cache.dim}]")
+            shape = (k.shape[0], self.cache.heads, self.cache.v_dim if what == "v" else self.cache.dim)
+            if floats(what, rows).shape != shape:
+                raise ShapeError(f"{what} is no tensor {list(shape)}")
             if not rows.is_cuda and not torch.isfinite(rows).all():
                 raise NumberError(f"{what} has NaN or infinity; only finite numbers can be attended to: look for the layer that made it")
         for sequence, n in zip(sequences, each):
@@ -266,13 +267,13 @@ class ContextParallelCache:
     ) -> Any:
         """Attends over the tokens of all ranks, as `attn.Cache.attend` does: every rank passes the same queries, and gets the same results.
 
-        Every rank receives the states of all spans, `4 (dim + 2)` bytes for each span, query token and head: pass long prompts in pieces.
+        Every rank receives the states of all spans, `4 (v_dim + 2)` bytes for each span, query token and head: pass long prompts in pieces.
 
         Args:
             q: `[query tokens, heads, dim]`, sequence after sequence; others as for `attn.Cache.attend`.
 
         Returns:
-            The results, of q's shape and type; with `return_lse` also the log-sum-exps. Of integer formats they have the bits of one device over all
+            The results, of q's type and of its shape with v_dim as the last dim; with `return_lse` also the log-sum-exps. Of integer formats they have the bits of one device over all
             tokens, whatever the shards; of others they do on CPUs.
         """
         sequences, q_lens = self._batch("q", q, sequences, "q_lens", q_lens)

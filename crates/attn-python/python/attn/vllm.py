@@ -213,7 +213,7 @@ class AttnBackend(AttentionBackend):
 
 def cell_bytes(format: str, head_size: int) -> int:
     """Bytes of K, V and their scales, of a token and head: the C of vLLM's cell tensor `[blocks, heads, tokens, C]`. The same for all block sizes."""
-    return _attn.page_bytes(format, 1, head_size, 64) // 64
+    return _attn.page_bytes(format, 1, (head_size, head_size), 64) // 64
 
 
 def float_format(dtype: torch.dtype) -> str:

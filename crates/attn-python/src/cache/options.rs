@@ -68,6 +68,7 @@ pub struct CacheOptions {
     q_heads: Option<usize>,
     heads: usize,
     dim: usize,
+    v_dim: usize,
     max_tokens: usize,
     sequences: usize,
     layers: usize,
@@ -83,11 +84,8 @@ pub struct CacheOptions {
 impl CacheOptions {
     pub(super) fn config(self) -> PyResult<CacheConfig> {
         let format: KvFormat = self.format.parse().map_err(errors::of)?;
-        let heads = Heads {
-            q: self.q_heads.unwrap_or(self.heads),
-            kv: self.heads,
-            dim: self.dim,
-        };
+        let q_heads = self.q_heads.unwrap_or(self.heads);
+        let heads = Heads::new(q_heads, self.heads, (self.dim, self.v_dim));
         let mut builder = CacheConfig::builder(format, heads)
             .sequences(self.sequences)
             .layers(self.layers)

@@ -53,11 +53,7 @@ pub fn merge_spans(py: Python<'_>, format: &str, arrays: HostMerge<'_>) -> PyRes
     else {
         return Err(errors::shape("out or lse is not of type float32"));
     };
-    let heads = Heads {
-        q: heads,
-        kv: arrays.kv_heads,
-        dim,
-    };
+    let heads = Heads::new(heads, arrays.kv_heads, dim);
     let mut problem = Problem::new(heads, [0]).q_lens([tokens]);
     problem.scores.sinks = arrays.sinks;
     py.detach(|| {

@@ -19,10 +19,9 @@ impl Plan {
     fn rows(
         &self,
         array: &Array<'_>,
-        heads: usize,
+        [heads, dim]: [usize; 2],
         first: usize,
     ) -> PyResult<(OnDevice, CudaDtype, usize)> {
-        let dim = self.layout.head_dim();
         let shape = format!("[tokens, {heads}, {dim}]");
         array.check_rank(3, &shape)?;
         if array.shape[1..] != [heads, dim] {
@@ -41,12 +40,14 @@ impl Plan {
         kv: DeviceKv,
         arrays: &AttendArrays<'_>,
     ) -> PyResult<DecodeArgs> {
-        let heads = self.problem.num_q_heads;
-        let (q_memory, dtype, tokens) = self.rows(&Array::new("q", &arrays.q)?, heads, 0)?;
+        let (heads, dim) = (self.problem.num_q_heads, self.problem.head_dim);
+        let q = Array::new("q", &arrays.q)?;
+        let (q_memory, dtype, tokens) = self.rows(&q, [heads, dim.k], 0)?;
         let (out, out_dtype, out_tokens) = match &arrays.out {
             None => (DeviceAddress::NULL, dtype, tokens),
             Some(out) => {
-                let (memory, dtype, tokens) = self.rows(&Array::new("out", out)?, heads, 0)?;
+                let (memory, dtype, tokens) =
+                    self.rows(&Array::new("out", out)?, [heads, dim.v], 0)?;
                 (memory.address, dtype, tokens)
             }
         };
@@ -98,10 +99,10 @@ impl Plan {
         k: &Bound<'_, PyCapsule>,
         v: &Bound<'_, PyCapsule>,
     ) -> PyResult<(KvRows, usize)> {
-        let heads = self.layout.num_kv_heads();
+        let (heads, dim) = (self.layout.num_kv_heads(), self.layout.head_dim());
         let (k, v) = (Array::new("k", k)?, Array::new("v", v)?);
-        let (k_memory, dtype, tokens) = self.rows(&k, heads, 1)?;
-        let (v_memory, v_dtype, v_tokens) = self.rows(&v, heads, 1)?;
+        let (k_memory, dtype, tokens) = self.rows(&k, [heads, dim.k], 1)?;
+        let (v_memory, v_dtype, v_tokens) = self.rows(&v, [heads, dim.v], 1)?;
         if tokens != v_tokens || dtype != v_dtype {
             return Err(errors::shape(format!(
                 "k has {tokens} tokens of {dtype:?}, and v {v_tokens} of {v_dtype:?}; pass both in one"
@@ -176,7 +177,7 @@ impl Plan {
         dtype: CudaDtype,
         tokens: usize,
     ) -> PyResult<Option<RotaryArgs>> {
-        let shape = [tokens, self.problem.num_q_heads, self.layout.head_dim()];
+        let shape = [tokens, self.problem.num_q_heads, self.layout.head_dim().k];
         let args = rotary.map(|rotary| rotary.args(&self.gpu, dtype, shape));
         args.transpose()
     }

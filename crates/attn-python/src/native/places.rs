@@ -121,9 +121,12 @@ impl Plan {
     /// Rows of K or V in pages: their address, strides in bytes, number of pages.
     fn paged_rows(
         &self,
-        (what, scheme): (&'static str, Scheme),
+        what: &'static str,
+        side: Side,
         capsule: &Bound<'_, PyCapsule>,
     ) -> PyResult<(DeviceAddress, [usize; 3], usize)> {
+        let part = self.layout.part(side);
+        let scheme = part.scheme;
         let dtype = match scheme {
             Scheme::F16 => Dtype::F16,
             Scheme::Bf16 => Dtype::Bf16,
@@ -136,7 +139,7 @@ impl Plan {
         };
         let array = Array::new(what, capsule)?;
         let (tokens, heads) = (self.layout.page_size(), self.layout.num_kv_heads());
-        let row = [tokens, heads, self.layout.head_dim()];
+        let row = [tokens, heads, part.dim()];
         let shape = format!("[pages, {}, {}, {}]", row[0], row[1], row[2]);
         array.check_rank(4, &shape)?;
         if array.shape[1..] != row {
@@ -153,9 +156,8 @@ impl Plan {
 
     /// The sequences of an attention in another engine's pages.
     pub(super) fn kv_of_rows(&self, rows: &RowArrays<'_>) -> PyResult<DeviceKv> {
-        let format = self.layout.format();
-        let (k, k_strides, num_pages) = self.paged_rows(("k_cache", format.k), &rows.k)?;
-        let (v, v_strides, v_pages) = self.paged_rows(("v_cache", format.v), &rows.v)?;
+        let (k, k_strides, num_pages) = self.paged_rows("k_cache", Side::K, &rows.k)?;
+        let (v, v_strides, v_pages) = self.paged_rows("v_cache", Side::V, &rows.v)?;
         if num_pages != v_pages {
             return Err(errors::shape(format!(
                 "k_cache has {num_pages} pages, and v_cache {v_pages}; pass as many of both"

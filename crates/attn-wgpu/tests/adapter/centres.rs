@@ -32,7 +32,7 @@ impl<'a> Caches<'a> {
 
     fn row(&self) -> usize {
         let config = self.theirs.config();
-        config.num_kv_heads * config.head_dim
+        config.num_kv_heads * config.head_dim.k
     }
 
     /// K and V of so many tokens: keys that have much in common, each head's own, and a few that have nothing of it.
@@ -80,14 +80,14 @@ impl<'a> Caches<'a> {
 
     /// Queries along what the keys have in common, against it, and across it.
     fn queries(&self, problem: &Problem, strength: f32) -> Vec<f32> {
-        let (dim, group) = (problem.head_dim, problem.heads_per_kv());
+        let (dim, group) = (problem.head_dim.k, problem.heads_per_kv());
         let query = |i: usize| {
             let head = i / dim % problem.num_q_heads;
             let along = noise::at(7, head / group * dim + i % dim);
             let sign = [1.0, -1.0, 0.0][i / dim % 3];
             strength * sign * along + noise::at(self.seed + 5, i)
         };
-        (0..problem.elements()).map(query).collect()
+        (0..problem.out_elements()).map(query).collect()
     }
 
     /// Attends some sequences, in their order, on a backend: all bits of out and lse.
@@ -116,11 +116,7 @@ impl<'a> Caches<'a> {
         what: &str,
     ) {
         let config = self.theirs.config();
-        let heads = Heads {
-            q: config.num_q_heads,
-            kv: config.num_kv_heads,
-            dim: config.head_dim,
-        };
+        let heads = Heads::new(config.num_q_heads, config.num_kv_heads, config.head_dim);
         let lens = sequences.iter().map(|s| self.theirs.table().lens[*s]);
         let problem = change(Problem::new(heads, lens.collect::<Vec<_>>()));
         let q = self.queries(&problem, strength);
@@ -161,11 +157,7 @@ const SHAPES: [(&str, usize, usize); 7] = [
 
 fn config(format: &str, dim: usize, page_size: usize, q_heads: usize) -> CacheConfig {
     let format: KvFormat = format.parse().unwrap();
-    let heads = Heads {
-        q: q_heads,
-        kv: 2,
-        dim,
-    };
+    let heads = Heads::new(q_heads, 2, dim);
     CacheConfig::builder(format, heads)
         .page_size(page_size)
         .sequences(4)
@@ -325,11 +317,7 @@ fn a_recorded_step_sees_recorded_centres(backend: &WgpuBackend) {
     }];
     let [k, v] = caches.tokens(30);
     caches.theirs.append_batch(&appends, &k, &v).unwrap();
-    let heads = Heads {
-        q: 4,
-        kv: 2,
-        dim: 64,
-    };
+    let heads = Heads::new(4, 2, 64);
     let problem = Problem::new(heads, caches.theirs.table().lens.clone());
     let q = caches.queries(&problem, 2.0);
     let [k, v, queries] = [&k, &v, &q].map(|x| upload(backend, x));

@@ -29,18 +29,11 @@ fn encoder(backend: &WgpuBackend) -> wgpu::CommandEncoder {
 }
 
 fn cache(backend: &dyn DecodeAttention) -> KvCache {
-    let config = CacheConfig::builder(
-        KvFormat::INT8,
-        Heads {
-            q: HEADS,
-            kv: HEADS,
-            dim: DIM,
-        },
-    )
-    .centres(false)
-    .sequences(2)
-    .max_len(64)
-    .build();
+    let config = CacheConfig::builder(KvFormat::INT8, Heads::new(HEADS, HEADS, DIM))
+        .centres(false)
+        .sequences(2)
+        .max_len(64)
+        .build();
     backend.create_cache(&config).unwrap()
 }
 
@@ -81,18 +74,11 @@ fn appends_of_any_count_that_buffers_lack_are_refused(backend: &WgpuBackend) {
 }
 
 fn pools_beyond_the_device_are_refused(backend: &WgpuBackend) {
-    let mut config = CacheConfig::builder(
-        KvFormat::INT8,
-        Heads {
-            q: HEADS,
-            kv: HEADS,
-            dim: DIM,
-        },
-    )
-    .centres(false)
-    .sequences(2)
-    .max_len(64)
-    .build();
+    let mut config = CacheConfig::builder(KvFormat::INT8, Heads::new(HEADS, HEADS, DIM))
+        .centres(false)
+        .sequences(2)
+        .max_len(64)
+        .build();
     for num_pages in [1 << 31, u32::MAX as usize] {
         config.num_pages = num_pages;
         let refused = backend.create_cache(&config).map(|_| ());
@@ -146,14 +132,7 @@ const HUGE: [usize; 8] = [
 
 fn views_whose_rows_lie_outside_their_buffers_are_refused_whatever_wraps(backend: &WgpuBackend) {
     let (codes, scales) = (buffer(backend, 4096), buffer(backend, 4096));
-    let problem = Problem::new(
-        Heads {
-            q: HEADS,
-            kv: HEADS,
-            dim: DIM,
-        },
-        vec![3, 5],
-    );
+    let problem = Problem::new(Heads::new(HEADS, HEADS, DIM), vec![3, 5]);
     type Set = fn(&mut SideRows<'_>, usize, usize);
     let places: [Set; 4] = [
         |rows, i, huge| rows.code_strides[i] = huge,
@@ -192,25 +171,11 @@ fn strides_that_no_row_takes_are_of_no_concern(backend: &WgpuBackend) {
             rows.scale_strides = [huge; 3];
         }
         // One sequence of one token and one KV head takes none; neither do empty sequences.
-        let problem = Problem::new(
-            Heads {
-                q: 1,
-                kv: 1,
-                dim: DIM,
-            },
-            vec![1],
-        );
+        let problem = Problem::new(Heads::new(1, 1, DIM), vec![1]);
         backend.prepare_view(&problem, &view).unwrap();
         (view.k.codes_at, view.v.codes_at) = (huge, huge);
         (view.k.scales_at, view.v.scales_at) = (huge, huge);
-        let problem = Problem::new(
-            Heads {
-                q: HEADS,
-                kv: HEADS,
-                dim: DIM,
-            },
-            vec![0; 3],
-        );
+        let problem = Problem::new(Heads::new(HEADS, HEADS, DIM), vec![0; 3]);
         backend.prepare_view(&problem, &view).unwrap();
     }
 }
@@ -227,14 +192,7 @@ fn steps_beyond_the_device_are_refused_before_memory_is_asked_for(backend: &Wgpu
         (1 << 53, vec![1 << 20]),
         (1 << 57, vec![1 << 20]),
     ] {
-        let problem = Problem::new(
-            Heads {
-                q: heads,
-                kv: heads,
-                dim: DIM,
-            },
-            kv_lens,
-        );
+        let problem = Problem::new(Heads::new(heads, heads, DIM), kv_lens);
         let refused = backend.prepare_view(&problem, &view).map(|_| ());
         assert!(
             matches!(
@@ -252,14 +210,7 @@ fn steps_beyond_the_device_are_refused_before_memory_is_asked_for(backend: &Wgpu
 
 fn tensor_scales_of_a_view_are_in_range(backend: &WgpuBackend) {
     let codes = buffer(backend, 4096);
-    let problem = Problem::new(
-        Heads {
-            q: HEADS,
-            kv: HEADS,
-            dim: DIM,
-        },
-        vec![3],
-    );
+    let problem = Problem::new(Heads::new(HEADS, HEADS, DIM), vec![3]);
     for bad in [f32::NAN, f32::INFINITY, 0.0, -1.0, 9e-16, 1.1e15] {
         let mut view = view(&codes, &codes);
         view.format = "fp8".parse().unwrap();
@@ -283,14 +234,7 @@ fn caches_and_steps_of_another_device_are_refused(backend: &WgpuBackend) {
             "{refused:?}"
         );
     };
-    let problem = Problem::new(
-        Heads {
-            q: HEADS,
-            kv: HEADS,
-            dim: DIM,
-        },
-        vec![0, 0],
-    );
+    let problem = Problem::new(Heads::new(HEADS, HEADS, DIM), vec![0, 0]);
     let mut encoder = encoder(backend);
     let k = buffer(backend, 4096);
     for mut cache in [cache(&other), cache(&Reference::new())] {
@@ -312,14 +256,7 @@ fn caches_and_steps_of_another_device_are_refused(backend: &WgpuBackend) {
 
 fn outputs_that_are_not_the_plans_make_no_step(backend: &WgpuBackend) {
     let cache = cache(backend);
-    let problem = Problem::new(
-        Heads {
-            q: HEADS,
-            kv: HEADS,
-            dim: DIM,
-        },
-        vec![0, 0],
-    );
+    let problem = Problem::new(Heads::new(HEADS, HEADS, DIM), vec![0, 0]);
     let plan = backend.plan(&problem, KvFormat::INT8).unwrap();
     let q = vec![1.0; problem.rows() * DIM];
     let (right_out, right_lse) = (q.len(), problem.rows());
@@ -380,18 +317,11 @@ fn nested_appends_cannot_exchange_the_stores_of_two_caches(backend: &WgpuBackend
 
 fn a_recorded_append_that_fails_gives_its_pages_back(backend: &WgpuBackend) {
     let other = WgpuBackend::open().unwrap();
-    let config = CacheConfig::builder(
-        KvFormat::INT4,
-        Heads {
-            q: HEADS,
-            kv: HEADS,
-            dim: DIM,
-        },
-    )
-    .centres(false)
-    .sequences(2)
-    .max_len(64)
-    .build();
+    let config = CacheConfig::builder(KvFormat::INT4, Heads::new(HEADS, HEADS, DIM))
+        .centres(false)
+        .sequences(2)
+        .max_len(64)
+        .build();
     let mut cache = backend.create_cache(&config).unwrap();
     let mut encoder = encoder(backend);
     // Long enough, but of another instance, which knows more buffers: only wgpu can tell, when pages have been reserved.
@@ -429,11 +359,7 @@ fn a_recorded_append_that_fails_gives_its_pages_back(backend: &WgpuBackend) {
 
 /// Kills a plan or a prepared step that takes a later shard for a whole sequence: its kernels would read the shard's first tile as the sequence's.
 fn shards_are_refused(backend: &WgpuBackend) {
-    let heads = Heads {
-        q: HEADS,
-        kv: HEADS,
-        dim: DIM,
-    };
+    let heads = Heads::new(HEADS, HEADS, DIM);
     let config = CacheConfig::builder(KvFormat::INT4, heads)
         .centres(false)
         .sequences(1);

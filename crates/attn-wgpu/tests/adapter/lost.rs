@@ -60,32 +60,18 @@ fn is_lost<T>(call: &str, refused: Result<T, Error>) {
 
 fn every_call_on_a_lost_device_says_that_it_is_lost() {
     let backend = open();
-    let config = CacheConfig::builder(
-        KvFormat::INT4,
-        Heads {
-            q: HEADS,
-            kv: HEADS,
-            dim: DIM,
-        },
-    )
-    .centres(false)
-    .sequences(3)
-    .max_len(100)
-    .build();
+    let config = CacheConfig::builder(KvFormat::INT4, Heads::new(HEADS, HEADS, DIM))
+        .centres(false)
+        .sequences(3)
+        .max_len(100)
+        .build();
     let mut cache = backend.create_cache(&config).unwrap();
     let tokens = vec![0.5; 10 * ROW];
     let long = vec![0.5; 60 * ROW];
     cache.append(0, &tokens, &tokens).unwrap();
     let pages = cache.read_back(0).unwrap();
     let (table, free) = (cache.table().clone(), cache.free_pages());
-    let problem = Problem::new(
-        Heads {
-            q: HEADS,
-            kv: HEADS,
-            dim: DIM,
-        },
-        vec![10],
-    );
+    let problem = Problem::new(Heads::new(HEADS, HEADS, DIM), vec![10]);
     let step = backend.prepare(&problem, &cache).unwrap();
     let k = buffer(&backend, 4096);
     let rows = SideRows {
@@ -160,29 +146,15 @@ fn decodes_nothing(call: &str, backend: &WgpuBackend, plan: &Plan, kv: KvSource<
 
 fn a_decode_on_a_lost_device_writes_nothing() {
     let backend = open();
-    let config = CacheConfig::builder(
-        PLAIN,
-        Heads {
-            q: HEADS,
-            kv: HEADS,
-            dim: DIM,
-        },
-    )
-    .centres(false)
-    .sequences(1)
-    .max_len(100)
-    .build();
+    let config = CacheConfig::builder(PLAIN, Heads::new(HEADS, HEADS, DIM))
+        .centres(false)
+        .sequences(1)
+        .max_len(100)
+        .build();
     let mut cache: KvCache = backend.create_cache(&config).unwrap();
     let tokens = vec![0.5; 10 * ROW];
     cache.append(0, &tokens, &tokens).unwrap();
-    let problem = Problem::new(
-        Heads {
-            q: HEADS,
-            kv: HEADS,
-            dim: DIM,
-        },
-        vec![10],
-    );
+    let problem = Problem::new(Heads::new(HEADS, HEADS, DIM), vec![10]);
     let (codes, scales) = (vec![1; 10 * ROW], vec![0x3c00; 10 * HEADS]);
     // Strides that the kernels load in place, and others, which are imported as pages.
     let [mut whole, mut odd] = [StridedRows::bsnh(&codes, &scales, HEADS, 10, DIM, 1); 2];
@@ -200,18 +172,11 @@ fn a_decode_on_a_lost_device_writes_nothing() {
 
 fn a_device_lost_with_work_under_way_is_lost_at_once() {
     let backend = open();
-    let config = CacheConfig::builder(
-        KvFormat::INT8,
-        Heads {
-            q: HEADS,
-            kv: HEADS,
-            dim: DIM,
-        },
-    )
-    .centres(false)
-    .sequences(1)
-    .max_len(1 << 16)
-    .build();
+    let config = CacheConfig::builder(KvFormat::INT8, Heads::new(HEADS, HEADS, DIM))
+        .centres(false)
+        .sequences(1)
+        .max_len(1 << 16)
+        .build();
     let mut cache = backend.create_cache(&config).unwrap();
     let k = buffer(&backend, (4 * ROW) << 15);
     let mut encoder = encoder(&backend);
@@ -244,18 +209,11 @@ fn a_callers_device_keeps_its_callback_and_is_refused_when_lost() {
     let (device, queue) = handles();
     let backend = WgpuBackend::with_device(device, queue).unwrap();
     owner.wgpu_device().destroy();
-    let config = CacheConfig::builder(
-        KvFormat::INT8,
-        Heads {
-            q: HEADS,
-            kv: HEADS,
-            dim: DIM,
-        },
-    )
-    .centres(false)
-    .sequences(1)
-    .max_len(100)
-    .build();
+    let config = CacheConfig::builder(KvFormat::INT8, Heads::new(HEADS, HEADS, DIM))
+        .centres(false)
+        .sequences(1)
+        .max_len(100)
+        .build();
     is_lost("create_cache", backend.create_cache(&config));
     is_lost("the owner's create_cache", owner.create_cache(&config));
     let (device, queue) = handles();

@@ -69,11 +69,7 @@ fn step(backend: &WgpuBackend, caches: &mut [KvCache; 2], appends: [(usize, usiz
         at += count;
     }
     let mut problem = Problem::new(
-        Heads {
-            q: HEADS[0],
-            kv: HEADS[1],
-            dim: DIM,
-        },
+        Heads::new(HEADS[0], HEADS[1], DIM),
         theirs.table().lens.clone(),
     );
     problem.scores.softmax_scale = Some(1e-3);
@@ -157,20 +153,13 @@ fn recorded_appends_and_steps_have_the_references_bytes(backend: &WgpuBackend) {
             Ok(format) => format,
             Err(error) => panic!("{error}"),
         };
-        let config = CacheConfig::builder(
-            format,
-            Heads {
-                q: HEADS[1],
-                kv: HEADS[1],
-                dim: DIM,
-            },
-        )
-        .centres(false)
-        .unit_tensor_scales()
-        .page_size(page_size)
-        .sequences(2)
-        .max_len(300)
-        .build();
+        let config = CacheConfig::builder(format, Heads::new(HEADS[1], HEADS[1], DIM))
+            .centres(false)
+            .unit_tensor_scales()
+            .page_size(page_size)
+            .sequences(2)
+            .max_len(300)
+            .build();
         let reference = Reference::new();
         let mut caches = [
             reference.create_cache(&config).unwrap(),
@@ -185,18 +174,11 @@ fn recorded_appends_and_steps_have_the_references_bytes(backend: &WgpuBackend) {
 }
 
 fn refused_appends_change_nothing(backend: &WgpuBackend) {
-    let config = CacheConfig::builder(
-        KvFormat::INT8,
-        Heads {
-            q: HEADS[1],
-            kv: HEADS[1],
-            dim: DIM,
-        },
-    )
-    .centres(false)
-    .sequences(2)
-    .max_len(64)
-    .build();
+    let config = CacheConfig::builder(KvFormat::INT8, Heads::new(HEADS[1], HEADS[1], DIM))
+        .centres(false)
+        .sequences(2)
+        .max_len(64)
+        .build();
     let mut cache = backend.create_cache(&config).unwrap();
     let k = upload(backend, &noise(2 * HEADS[1] * DIM, 1));
     let mut encoder = backend
@@ -223,11 +205,7 @@ fn refused_appends_change_nothing(backend: &WgpuBackend) {
 
 /// Layers that are recorded have the bytes and the bits of the host's writes; one that cannot be recorded is still to be written.
 fn recorded_layers_are_those_of_the_hosts_writes(backend: &WgpuBackend) {
-    let heads = Heads {
-        q: HEADS[0],
-        kv: HEADS[1],
-        dim: DIM,
-    };
+    let heads = Heads::new(HEADS[0], HEADS[1], DIM);
     for format in [KvFormat::INT8, KvFormat::INT4] {
         let config = CacheConfig::builder(format, heads)
             .centres(false)
@@ -304,14 +282,7 @@ fn an_engines_rows_are_read_where_they_lie(backend: &WgpuBackend) {
     let (k, v) = (bytes(len * row, 3), bytes(len * row, 4));
     let scales: Vec<u16> = (0..len * HEADS[1]).map(|i| 0x2000 + i as u16).collect();
     let side = |codes| StridedRows::bsnh(codes, &scales, HEADS[1], len, DIM, 1);
-    let problem = Problem::new(
-        Heads {
-            q: HEADS[0],
-            kv: HEADS[1],
-            dim: DIM,
-        },
-        vec![len],
-    );
+    let problem = Problem::new(Heads::new(HEADS[0], HEADS[1], DIM), vec![len]);
     let host = KvView::new(&problem, format, side(&k), side(&v), [&[], &[]]).unwrap();
     let q = noise(problem.rows() * DIM, 5);
     let cpu = CpuBackend::new();

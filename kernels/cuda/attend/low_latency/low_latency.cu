@@ -21,7 +21,7 @@
 
 namespace attn {
 
-static_assert(HEAD_DIM % 64 == 0 && (Values::GROUPS == 1 || Values::GROUPS == 2 || Values::GROUPS % Config::TILE_WARPS == 0),
+static_assert(V_DIM % 64 == 0 && (Values::GROUPS == 1 || Values::GROUPS == 2 || Values::GROUPS % Config::TILE_WARPS == 0),
               "a warp's dims are of one group, or of whole ones");
 
 // ---- the split ----
@@ -261,7 +261,7 @@ struct Warp {
                 }
         each_kept(rows, [&](int row, int dim, float4 x) {
             float2 a = encode_nonzero(x.x, x.y), b = encode_nonzero(x.z, x.w);
-            __stcg((float4*)(p.partial_o + (first + row) * HEAD_DIM + dim), make_float4(a.x, a.y, b.x, b.y));
+            __stcg((float4*)(p.partial_o + (first + row) * V_DIM + dim), make_float4(a.x, a.y, b.x, b.y));
         });
     }
     // Merges partials from global memory. The team's split is computed again: registers are short.

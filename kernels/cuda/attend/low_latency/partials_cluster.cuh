@@ -23,11 +23,11 @@ struct MergeJobs {
     DEVICE MergeJobs of(const DecodeParams& p, int row_block, int partials) {
         u32 second = blockDim.x / Config::TEAM_THREADS - 1;
         int rows = min(Config::ROWS, p.heads_per_kv * p.q_len - row_block * Config::ROWS);
-        bool is_row = Values::IS_ROTATED || rows * (HEAD_DIM / 32) > (int)(gridDim.x << second) * Config::TILE_WARPS;
+        bool is_row = Values::IS_ROTATED || rows * (V_DIM / 32) > (int)(gridDim.x << second) * Config::TILE_WARPS;
         return {gridDim.x, (u32)__ffs(gridDim.x) - 1, second, partials, rows, is_row};
     }
-    METHOD int width() const { return is_row ? HEAD_DIM : 32; }
-    METHOD int runs() const { return is_row ? 1 : HEAD_DIM / 32; }
+    METHOD int width() const { return is_row ? V_DIM : 32; }
+    METHOD int runs() const { return is_row ? 1 : V_DIM / 32; }
     METHOD int count() const { return rows * runs(); }
     METHOD u32 states_bytes() const { return partials * width() * 4; }
     METHOD u32 sent_bytes() const { return states_bytes() + partials * 8; }
@@ -55,7 +55,7 @@ DEVICE void merge_jobs(const DecodeParams& p, const WorkItem& item, const MergeJ
 #pragma unroll 1
     for (int i = team.warp; i < jobs.of_team(rank, team.index); i += Config::TILE_WARPS) {
         u32 job = jobs.job(rank, team.index, i), at = sent + i * jobs.stride();
-        int row = job / (HEAD_DIM / 32 / COLUMNS), dim = job % (HEAD_DIM / 32 / COLUMNS) * 32 + lane_id();
+        int row = job / (V_DIM / 32 / COLUMNS), dim = job % (V_DIM / 32 / COLUMNS) * 32 + lane_id();
         MergedRow<COLUMNS> x = merge_sent<LEVEL, COLUMNS, COLUMNS * 32, 32>(at, at + jobs.states_bytes(), jobs.partials);
         Epilogue epilogue = Epilogue::at(p, item, row);
         epilogue.begin(x.m, x.l, dim == 0);
@@ -66,11 +66,11 @@ DEVICE void merge_jobs(const DecodeParams& p, const WorkItem& item, const MergeJ
 // The same of rotated rows: the team's warps merge the dims of each row side by side, in the place of the row's first partial, whose dims the same
 // lanes have read; then each turns the whole row back and writes its dims.
 template <int LEVEL> DEVICE void merge_rotated_jobs(const DecodeParams& p, const WorkItem& item, const MergeJobs& jobs, u32 rank, const Team& team, u32 sent) {
-    constexpr int COLUMNS = HEAD_DIM / 32, EACH = (COLUMNS + Config::TILE_WARPS - 1) / Config::TILE_WARPS;
+    constexpr int COLUMNS = V_DIM / 32, EACH = (COLUMNS + Config::TILE_WARPS - 1) / Config::TILE_WARPS;
 #pragma unroll 1
     for (int i = 0; i < jobs.of_team(rank, team.index); i++) {
         u32 at = sent + i * jobs.stride(), row = at + team.lane * 4;
-        MergedRow<EACH> x = merge_sent<LEVEL, EACH, HEAD_DIM, 32 * Config::TILE_WARPS>(at + team.warp * 128, at + jobs.states_bytes(), jobs.partials);
+        MergedRow<EACH> x = merge_sent<LEVEL, EACH, V_DIM, 32 * Config::TILE_WARPS>(at + team.warp * 128, at + jobs.states_bytes(), jobs.partials);
         Epilogue epilogue = Epilogue::at(p, item, jobs.job(rank, team.index, i));
         epilogue.begin(x.m, x.l, team.warp == 0 && team.lane == 0);
 #pragma unroll
@@ -82,7 +82,7 @@ template <int LEVEL> DEVICE void merge_rotated_jobs(const DecodeParams& p, const
 }
 template <int LEVEL> DEVICE void merge_jobs_of(const DecodeParams& p, const WorkItem& item, const MergeJobs& jobs, u32 rank, const Team& team, u32 sent) {
     if constexpr (Values::IS_ROTATED) merge_rotated_jobs<LEVEL>(p, item, jobs, rank, team, sent);
-    else if (jobs.is_row) merge_jobs<LEVEL, HEAD_DIM / 32>(p, item, jobs, rank, team, sent);
+    else if (jobs.is_row) merge_jobs<LEVEL, V_DIM / 32>(p, item, jobs, rank, team, sent);
     else merge_jobs<LEVEL, 1>(p, item, jobs, rank, team, sent);
 }
 DEVICE void merge_jobs(const DecodeParams& p, const WorkItem& item, const MergeJobs& jobs, Level level, u32 rank, const Team& team, u32 sent) {

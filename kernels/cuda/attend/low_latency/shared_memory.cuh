@@ -11,7 +11,7 @@ constexpr int TEAM_PARTIALS = 4;                                                
 
 // Room for the partials of a team's merge jobs: of as many partials as all teams can have, 32 dims and (max, sum) each. Teams are a power
 // of two that divides the jobs of ROWS rows, so jobs of fewer rows never leave one of them more.
-constexpr int RECEIVED_BYTES = TEAM_PARTIALS * Config::ROWS * (HEAD_DIM / 32) * (32 * 4 + 8);
+constexpr int RECEIVED_BYTES = TEAM_PARTIALS * Config::ROWS * (V_DIM / 32) * (32 * 4 + 8);
 constexpr int STATE_BYTES = Config::ROWS * Config::STATE_STRIDE * 4;
 static_assert(STATE_BYTES <= RECEIVED_BYTES, "a work item's second state waits where a cluster's partials would");
 

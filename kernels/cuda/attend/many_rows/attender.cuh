@@ -22,9 +22,9 @@ struct Attender : TilesOf<INTEGER>::Type {
             int row = first_row + lane / 4 + 8 * h;
             if (row >= count) continue;
             if (lane % 4 == 0) __stcg(p.partial_max_sum + at + row, make_float2(m[h], l[h]));
-            float* to = p.partial_o + (at + row) * HEAD_DIM + 2 * (lane % 4);
+            float* to = p.partial_o + (at + row) * V_DIM + 2 * (lane % 4);
 #pragma unroll
-            for (int j = 0; j < HEAD_DIM / 8; j++) __stcg((float2*)(to + 8 * j), make_float2(o[4 * j + 2 * h], o[4 * j + 2 * h + 1]));
+            for (int j = 0; j < V_DIM / 8; j++) __stcg((float2*)(to + 8 * j), make_float2(o[4 * j + 2 * h], o[4 * j + 2 * h + 1]));
         }
     }
     METHOD void write_rows(const WorkRange& range) const {
@@ -32,9 +32,9 @@ struct Attender : TilesOf<INTEGER>::Type {
         for (int h = 0; h < THREAD_ROWS; h++) {
             Epilogue epilogue = Epilogue::at(p, range.item(), first_row + lane / 4 + 8 * h);
             epilogue.begin(h == 0 ? m[0] : m[1], h == 0 ? l[0] : l[1], lane % 4 == 0);
-            float x[HEAD_DIM / 8][2];
+            float x[V_DIM / 8][2];
 #pragma unroll
-            for (int j = 0; j < HEAD_DIM / 8; j++)
+            for (int j = 0; j < V_DIM / 8; j++)
 #pragma unroll
                 for (int e = 0; e < 2; e++) x[j][e] = epilogue.of(h == 0 ? o[4 * j + e] : o[4 * j + 2 + e]);
             if constexpr (Values::IS_ROTATED) rotate_back<4>(x, lane % 4);

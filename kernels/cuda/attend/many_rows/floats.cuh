@@ -16,11 +16,11 @@ struct FloatTiles : Warpgroup {
     static constexpr bool BY_DIMS = !Config::UNPACKS || Stage::V_TOKEN_MAJOR;  // V lies by panels of eight dims, or in rows of them, else by panels of eight tokens
     static constexpr int STEP = Config::FLOAT_STEP, SIDES = 2 * STEP;  // tiles of a step, and their stages in the ring: K and V of tile after tile
     // Products read the first parts of queries from shared memory, which leaves registers for a second tile; or from registers, where codes are turned.
-    u32 high[Config::QUERIES_IN_REGISTERS ? PANELS : 1][4];  // as left operands of 16 dims
+    u32 high[Config::QUERIES_IN_REGISTERS ? Keys::PANELS : 1][4];  // as left operands of 16 dims
     bool has_low;
     // The second parts of queries: in registers, or, of many dims, found again for each tile.
-    static constexpr bool KEEPS_LOW = HEAD_DIM <= 128;
-    static constexpr int LOW_PANELS = KEEPS_LOW ? PANELS : HEAD_DIM <= 192 ? 4 : 2;
+    static constexpr bool KEEPS_LOW = K_DIM <= 128;
+    static constexpr int LOW_PANELS = KEEPS_LOW ? Keys::PANELS : K_DIM <= 192 ? 4 : 2;
     float up[2];  // powers of two that queries are multiplied by
     template <int TILES> using Scores = float[TILES][SUMS_OF_TILE];
     template <int TILES> using Weights = u32[TILES * 4][4];  // as left operands of 16 tokens
@@ -37,11 +37,11 @@ struct FloatTiles : Warpgroup {
         QueryRow row[2];
 #pragma unroll
         for (int h = 0; h < 2; h++) row[h] = unscaled_row(range, h);
-        float elements[2][PANELS][4];
+        float elements[2][Keys::PANELS][4];
         load_elements(row, lane, elements);
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-            float (&x)[PANELS][4] = elements[h];
+            float (&x)[Keys::PANELS][4] = elements[h];
             float largest = rotate_row(x, lane);
             // By a power of two, to below 2^14, which f16 holds.
             int e = largest == 0.0f ? 0 : min(13 - exponent(largest), 126);
@@ -49,7 +49,7 @@ struct FloatTiles : Warpgroup {
             float factor = p.log2_scale * (p.k_tensor_scales ? p.k_tensor_scales[range.kv_head] : 1.0f);
             rows.scale[h] = fmaxf(factor * exp2i(-e / 2) * exp2i(e / 2 - e), 0x1p-126f);
 #pragma unroll
-            for (int panel = 0; panel < PANELS; panel++)
+            for (int panel = 0; panel < Keys::PANELS; panel++)
 #pragma unroll
                 for (int i = 0; i < 2; i++) {
                     u32 first, second;
@@ -118,7 +118,7 @@ struct FloatTiles : Warpgroup {
     // Adds their products to those of the first parts, which are under way.
     METHOD void multiply_low(const WorkRange& range, u64 keys, float (&s)[SUMS_OF_TILE]) const {
 #pragma unroll 1
-        for (int first = 0; first < PANELS; first += LOW_PANELS) {
+        for (int first = 0; first < Keys::PANELS; first += LOW_PANELS) {
             Low low;
             find_low(range, first, low);
             products_wait<0>();
@@ -137,7 +137,7 @@ struct FloatTiles : Warpgroup {
 #pragma unroll
         for (int t = 0; t < TILES; t++)
 #pragma unroll
-            for (int i = 0; i < PANELS; i++) {
+            for (int i = 0; i < Keys::PANELS; i++) {
                 u64 of_tile = matrices_behind(b, t * 2 * SIDE_BYTES + dims_at(i));
                 if constexpr (Config::QUERIES_IN_REGISTERS) Product::multiply(s[t], high[i], of_tile, i > 0);
                 else Product::multiply_shared(s[t], matrices_behind(a, i * 2 * 64 * 16), of_tile, i > 0);
@@ -146,13 +146,13 @@ struct FloatTiles : Warpgroup {
 #pragma unroll
             for (int t = 0; t < TILES; t++)
 #pragma unroll
-                for (int i = 0; i < PANELS; i++) Product::multiply(s[t], low[i % LOW_PANELS], matrices_behind(b, t * 2 * SIDE_BYTES + dims_at(i)), true);
+                for (int i = 0; i < Keys::PANELS; i++) Product::multiply(s[t], low[i % LOW_PANELS], matrices_behind(b, t * 2 * SIDE_BYTES + dims_at(i)), true);
         products_commit();
         if (HAS_LOW && !KEEPS_LOW) multiply_low(range, b, s[0]);
     }
     // `values`: where the first tile's V is.
     template <int TILES> METHOD void multiply_values(u32 values, const Weights<TILES>& weights) {
-        u64 b = IN_ROWS ? swizzled_matrices<SWIZZLE>(values, TILE * SWIZZLE) : BY_DIMS ? matrices(values, 128, TILE * 16) : matrices(values, HEAD_DIM * 16);
+        u64 b = IN_ROWS ? swizzled_matrices<SWIZZLE>(values, TILE * SWIZZLE) : BY_DIMS ? matrices(values, 128, TILE * 16) : matrices(values, K_DIM * 16);
         products_begin();
 #pragma unroll
         for (int i = 0; i < TILES * 4; i++)
@@ -160,7 +160,7 @@ struct FloatTiles : Warpgroup {
                                                       matrices_behind(b, i / 4 * 2 * SIDE_BYTES + i % 4 * 16 *
                                                                                                       (IN_ROWS   ? SWIZZLE
                                                                                                        : BY_DIMS ? 16
-                                                                                                                 : 2 * HEAD_DIM)),
+                                                                                                                 : 2 * K_DIM)),
                                                       true);
         products_commit();
     }
@@ -170,9 +170,9 @@ struct FloatTiles : Warpgroup {
         if (IN_ROWS) tokens = (tokens + TILE - 1) / TILE * TILE;
         if (tokens >= TILES * TILE) return;
 #pragma unroll 1
-        for (int i = threadIdx.x % 128; i < TILES * HEAD_DIM / 8 * TILE; i += 128) {
-            int t = i / (HEAD_DIM / 8 * TILE);
-            if (t * TILE + i % TILE >= tokens) sts128(values + i * 16 + t * (2 * SIDE_BYTES - TILE * HEAD_DIM * 2), {0.0f, 0.0f, 0.0f, 0.0f});
+        for (int i = threadIdx.x % 128; i < TILES * K_DIM / 8 * TILE; i += 128) {
+            int t = i / (K_DIM / 8 * TILE);
+            if (t * TILE + i % TILE >= tokens) sts128(values + i * 16 + t * (2 * SIDE_BYTES - TILE * K_DIM * 2), {0.0f, 0.0f, 0.0f, 0.0f});
         }
         fence_async();
         barrier_of<128>(WARPGROUP_BARRIER + warpgroup);

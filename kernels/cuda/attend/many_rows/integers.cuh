@@ -35,7 +35,7 @@ struct IntegerTiles : Warpgroup {
         find_rows(range);
         barrier_of<128>(WARPGROUP_BARRIER + warpgroup);  // products with the last queries are done
         QueryRow from[THREAD_ROWS];
-        float elements[THREAD_ROWS][PANELS][4];
+        float elements[THREAD_ROWS][Keys::PANELS][4];
 #pragma unroll
         for (int h = 0; h < THREAD_ROWS; h++) from[h] = query_row(p, range, range.kv_head, first_row + lane / 4 + 8 * h);
         load_elements(from, lane, elements);
@@ -43,13 +43,13 @@ struct IntegerTiles : Warpgroup {
         if constexpr (HAS_CENTRES) prefetch_centres(centres, lane);
 #pragma unroll
         for (int h = 0; h < THREAD_ROWS; h++) {
-            float (&x)[PANELS][4] = elements[h];
+            float (&x)[Keys::PANELS][4] = elements[h];
             float largest = rotate_row(x, lane);
             QueryStep step = query_step(largest);
             rows.scale[h] = step.step;
             int sum = 0;
 #pragma unroll
-            for (int panel = 0; panel < PANELS; panel++) {
+            for (int panel = 0; panel < Keys::PANELS; panel++) {
                 u32 word = query_codes(x[panel], step.inverse);
                 if (Keys::HAS_SHIFTS || Keys::HAS_HALF_STEPS) sum = signed_byte_sum(word, sum);
                 sts32(queries + (panel * 64 + 16 * warp + 8 * h + lane / 4) * 16 + 4 * (lane % 4), word);
@@ -60,7 +60,7 @@ struct IntegerTiles : Warpgroup {
                 rows.base[c][h] = SCORE_BASE;
                 if constexpr (HAS_CENTRES) {
                     CentreElements centre;
-                    centre.load(centres + c * HEAD_DIM, lane);
+                    centre.load(centres + c * K_DIM, lane);
                     rows.base[c][h] = score_base(x, centre);
                 }
             }
@@ -289,11 +289,11 @@ struct IntegerTiles : Warpgroup {
         u64 q = matrices(queries, 64 * 16), k = matrices(at.codes, TILE * 16);
         products_begin();
 #pragma unroll
-        for (int i = 0; i < PANELS / 2; i++)
+        for (int i = 0; i < Keys::PANELS / 2; i++)
             Products<!Keys::HAS_NIBBLES>::multiply_shared(sums, matrices_behind(q, i * 2 * 64 * 16), matrices_behind(k, i * 2 * TILE * 16), i > 0);
         if (Keys::WINDOW && at.residuals)
 #pragma unroll
-            for (int i = 0; i < PANELS / 2; i++) {
+            for (int i = 0; i < Keys::PANELS / 2; i++) {
                 // The queries of rows that read K with residuals.
                 u32 a[4];
 #pragma unroll
@@ -309,18 +309,18 @@ struct IntegerTiles : Warpgroup {
     static constexpr int AT_ONCE = ATTN_BULK ? ELEMENTS : 16;
     static constexpr u32 BYTES_OF_ELEMENT = 32;  // two dims of 16 tokens
     METHOD void multiply_values(const Place& at, int index, const Weighed& w, int first, int (&values)[AT_ONCE]) const {
-        u64 v = matrices(at.codes, HEAD_DIM * 16);
+        u64 v = matrices(at.codes, K_DIM * 16);
         products_begin();
 #pragma unroll
         for (int i = 0; i < 2; i++)
-            Products<!Values::HAS_NIBBLES>::multiply_unsigned(values, w.a[i], matrices_behind(v, i * 2 * HEAD_DIM * 16 + first * BYTES_OF_ELEMENT), i > 0);
+            Products<!Values::HAS_NIBBLES>::multiply_unsigned(values, w.a[i], matrices_behind(v, i * 2 * K_DIM * 16 + first * BYTES_OF_ELEMENT), i > 0);
         if (Values::WINDOW && at.residuals)
 #pragma unroll
             for (int i = 0; i < 2; i++) {
                 u32 a[4];
 #pragma unroll
                 for (int n = 0; n < 4; n++) a[n] = n % 2 < THREAD_ROWS && is_fine(n % 2, index, Values::WINDOW) ? w.a[i][n] : 0;
-                Products<false>::multiply_unsigned(values, a, matrices(at.residuals + i * 2 * HEAD_DIM * 16 + first * BYTES_OF_ELEMENT, HEAD_DIM * 16), true);
+                Products<false>::multiply_unsigned(values, a, matrices(at.residuals + i * 2 * K_DIM * 16 + first * BYTES_OF_ELEMENT, K_DIM * 16), true);
             }
         products_commit();
     }

@@ -22,7 +22,8 @@ namespace attn {
 
 static_assert(INTEGER || Keys::SCHEME == Values::SCHEME, "select.rs");
 static_assert((PAGE != 0 || !INTEGER) && Keys::GROUPS == 1 && Values::GROUPS == 1, "select.rs");
-static_assert(Config::PRODUCTS_READ_STAGES && !INTEGER ? HEAD_DIM % 16 == 0 && HEAD_DIM <= 256 : HEAD_DIM % 32 == 0 && HEAD_DIM <= 128, "select.rs");
+static_assert(K_DIM == V_DIM, "select.rs: every file of this folder takes one for the other");
+static_assert(Config::PRODUCTS_READ_STAGES && !INTEGER ? K_DIM % 16 == 0 && K_DIM <= 256 : K_DIM % 32 == 0 && K_DIM <= 128, "select.rs");
 
 constexpr int TEAM_BARRIER = 1;  // the first of the teams' named barriers
 // Turning codes into f16 takes more registers than attending floats leaves unused.
@@ -93,8 +94,8 @@ extern "C" __global__ void __launch_bounds__(Config::THREADS, 1) attn_decode(con
     int warpgroup = warp / 4 - 1, team = warpgroup / Config::TEAM_WARPGROUPS, thread = threadIdx.x % 128;
     float4* states = (float4*)(p.partial_o + p.row_states_at);
     Attender self = {{{p, ring_of(team), unpacked_of(team), base + SharedMemory::QUERIES + warpgroup * QUERY_BYTES, base + SharedMemory::THRESHOLDS,
-                       base + SharedMemory::SCALES + (warp - 4) * TILE * 4, base + SharedMemory::STATES + warpgroup * 64 * HEAD_DIM * 4 + thread * 16,
-                       states + (blockIdx.x * Config::WARPGROUPS + warpgroup) * (HEAD_DIM / 8) * 128 + thread, warpgroup, warp % 4, lane}}};
+                       base + SharedMemory::SCALES + (warp - 4) * TILE * 4, base + SharedMemory::STATES + warpgroup * 64 * K_DIM * 4 + thread * 16,
+                       states + (blockIdx.x * Config::WARPGROUPS + warpgroup) * (K_DIM / 8) * 128 + thread, warpgroup, warp % 4, lane}}};
     // Teams whose rows are few have them in warps of different places: a place is a scheduler's.
     self.first_row = warpgroup % Config::TEAM_WARPGROUPS * Config::WARPGROUP_ROWS + (self.warp + 4 - 2 * team) % 4 * (Config::WARPGROUP_ROWS / 4);
     attend_all(self, Scheduler::of_team(schedulers, team, found), team, (Arrival*)(shared + SharedMemory::ARRIVALS_AT + 16 * team));

@@ -44,7 +44,7 @@ struct Issuer {
         u64 row = (u64)queries.first * p.num_q_heads + range.kv_head * p.heads_per_kv;
 #pragma unroll 1
         for (int t = copier.lane; t < queries.tokens; t += 32)
-            prefetch_bulk(row_at(p.q, row + (u64)t * p.num_q_heads, HEAD_DIM, p.dtype), p.heads_per_kv * HEAD_DIM * element_bytes(p.dtype));
+            prefetch_bulk(row_at(p.q, row + (u64)t * p.num_q_heads, K_DIM, p.dtype), p.heads_per_kv * K_DIM * element_bytes(p.dtype));
     }
     // False if nothing is left, or known: a warp that unpacks, too, cannot wait for the next item, which is published behind tiles that it unpacks.
     METHOD bool issue() {

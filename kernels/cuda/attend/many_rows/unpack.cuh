@@ -11,7 +11,7 @@ namespace attn {
 // the team's unpackers.
 template <bool IS_SIXTEENFOLD> DEVICE void unpack_nibbles(u32 from, u32 to, int thread) {
 #pragma unroll 2
-    for (int i = thread; i < TILE * HEAD_DIM / 32; i += 32 * Config::UNPACKERS) {
+    for (int i = thread; i < TILE * K_DIM / 32; i += 32 * Config::UNPACKERS) {
         float4 x = lds128(from + i * 16);
         u32 words[4] = {float_bits(x.x), float_bits(x.y), float_bits(x.z), float_bits(x.w)};
         float low[4], high[4];
@@ -52,7 +52,7 @@ template <bool IS_V> DEVICE void unpack_side(u32 from, u32 to, int thread) {
 enum class CodesOf { K, V_PAGE, V_ROWS };
 template <CodesOf OF, bool ALL_EXIST, int COUNT> struct CodeRows {
     static constexpr bool IN_ORDER = OF == CodesOf::V_ROWS;
-    static constexpr int ROWS = OF == CodesOf::V_PAGE ? HEAD_DIM : TILE, BATCH = COUNT < 4 ? COUNT : 4;
+    static constexpr int ROWS = OF == CodesOf::V_PAGE ? K_DIM : TILE, BATCH = COUNT < 4 ? COUNT : 4;
     u32 to, to_stride;        // where the first comes, and from one to the next
     int count;                // of those that exist
     int first_token, tokens;  // along the tokens: of the row, and of those that exist from the tile's first on
@@ -92,24 +92,24 @@ template <CodesOf OF, bool ALL_EXIST, int COUNT> struct CodeRows {
 template <CodesOf OF> DEVICE void widen_by_dims(u32 from, u32 to, int thread) {
     constexpr int AT_ONCE = 32 * Config::UNPACKERS / TILE;  // panels
     int token = thread % TILE, panel = thread / TILE;
-    CodeRows<OF, true, (PANELS + AT_ONCE - 1) / AT_ONCE> rows = {to + (panel * 2 * TILE + token) * 16, AT_ONCE * 2 * TILE * 16};
-    rows.count = PANELS % AT_ONCE == 0 ? PANELS : (PANELS - panel + AT_ONCE - 1) / AT_ONCE;
+    CodeRows<OF, true, (Keys::PANELS + AT_ONCE - 1) / AT_ONCE> rows = {to + (panel * 2 * TILE + token) * 16, AT_ONCE * 2 * TILE * 16};
+    rows.count = Keys::PANELS % AT_ONCE == 0 ? Keys::PANELS : (Keys::PANELS - panel + AT_ONCE - 1) / AT_ONCE;
     rows.widen([&](int n) {
-        if constexpr (PAGE == 0) return chunk_at<Stage::K_SWIZZLE>(from, 0, min(panel + n * AT_ONCE, PANELS - 1), token);
+        if constexpr (PAGE == 0) return chunk_at<Stage::K_SWIZZLE>(from, 0, min(panel + n * AT_ONCE, Keys::PANELS - 1), token);
         return from + (thread + n * 32 * Config::UNPACKERS) * 16;
     });
 }
 // V of a tile of so many tokens in a page: a warp has 16 tokens after the other, in all dims.
 template <bool ALL_EXIST> DEVICE void widen_values(u32 from, u32 to, int tokens, int thread) {
-    constexpr int COUNT = (HEAD_DIM + 31) / 32;
+    constexpr int COUNT = (K_DIM + 31) / 32;
     int lane = thread % 32;
 #pragma unroll 1
     for (int panel = thread / 32; panel < TILE / 16; panel += Config::UNPACKERS) {
-        CodeRows<CodesOf::V_PAGE, ALL_EXIST, COUNT> rows = {to + (panel * 2 * HEAD_DIM + lane) * 16, 32 * 16};
+        CodeRows<CodesOf::V_PAGE, ALL_EXIST, COUNT> rows = {to + (panel * 2 * K_DIM + lane) * 16, 32 * 16};
         rows.count = COUNT;
         rows.first_token = 16 * panel;
         rows.tokens = tokens;
-        rows.widen([&](int n) { return from + (panel * HEAD_DIM + lane + n * 32) * 16; });
+        rows.widen([&](int n) { return from + (panel * K_DIM + lane + n * 32) * 16; });
     }
 }
 DEVICE void widen_values(u32 from, u32 to, int tokens, int thread) {

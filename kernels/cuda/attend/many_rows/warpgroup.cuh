@@ -16,7 +16,7 @@ namespace attn {
 constexpr int SIDE_BYTES = Config::UNPACKS ? Config::UNPACKED_BYTES : Stage::BYTES;  // of the stages that floats are read from
 static_assert(INTEGER || (Config::UNPACKS ? Config::UNPACKED_STAGES : Config::STAGES) % (2 * Config::FLOAT_STEP) == 0,
               "a step's stages lie side by side: select.rs");
-constexpr int SUMS_OF_TILE = TILE / 2, ELEMENTS = HEAD_DIM / 2;  // of a thread: scores, and dims of O
+constexpr int SUMS_OF_TILE = TILE / 2, ELEMENTS = V_DIM / 2;  // of a thread: scores, and dims of O
 constexpr int THREAD_ROWS = Config::WARPGROUP_ROWS / 32;                 // of the two that a thread has of products
 static_assert(THREAD_ROWS == 2 || (THREAD_ROWS == 1 && INTEGER), "select.rs");
 constexpr int WARPGROUP_BARRIER = 1 + Config::WARPGROUPS;                // the first of the warpgroups' named barriers

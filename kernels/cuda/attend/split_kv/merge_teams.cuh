@@ -76,7 +76,7 @@ struct Merge {
             if (!first) __syncwarp();
             if (lane < 4) ml[row] = x[0], ml[row + 1] = x[1];
 #pragma unroll
-            for (int j = 0; j < HEAD_DIM / 16; j++)
+            for (int j = 0; j < V_DIM / 16; j++)
 #pragma unroll
                 for (int n = 0; n < 4; n++) {
                     float& to = states[(row + n % 2) * Config::STATE_STRIDE + 16 * j + dim_of(n / 2, lane)];

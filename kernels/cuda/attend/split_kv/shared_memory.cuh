@@ -14,10 +14,10 @@ struct SharedMemory {
         STAGES_AT = 0,                                                                              // u8 [TEAMS][STAGES][Stage::BYTES]
         STATES = STAGES_AT + Config::TEAMS * Config::STAGES * Stage::BYTES,                         // float [TEAMS][ROWS][STATE_STRIDE]: O for the merge
         MAX_SUMS = STATES + Config::TEAMS * Config::ROWS * Config::STATE_STRIDE * 4,                // float2 [TEAMS][ROWS]
-        KEPT = MAX_SUMS + Config::TEAMS * Config::ROWS * 8,                                         // float [ROWS][HEAD_DIM]: the work item's first units, merged
-        KEPT_MAX_SUMS = KEPT + Config::ROWS * HEAD_DIM * 4,                                         // float2 [ROWS]
-        ROTATED_ROW = KEPT_MAX_SUMS + Config::ROWS * 8,                                             // float [HEAD_DIM, to a multiple of 32]: see Mergers
-        BARRIERS = ROTATED_ROW + (Values::IS_ROTATED ? (HEAD_DIM + 31) / 32 * 128 : 0),             // u64 [TEAMS][2][STAGES]: full, empty
+        KEPT = MAX_SUMS + Config::TEAMS * Config::ROWS * 8,                                         // float [ROWS][V_DIM]: the work item's first units, merged
+        KEPT_MAX_SUMS = KEPT + Config::ROWS * V_DIM * 4,                                         // float2 [ROWS]
+        ROTATED_ROW = KEPT_MAX_SUMS + Config::ROWS * 8,                                             // float [V_DIM, to a multiple of 32]: see Mergers
+        BARRIERS = ROTATED_ROW + (Values::IS_ROTATED ? (V_DIM + 31) / 32 * 128 : 0),             // u64 [TEAMS][2][STAGES]: full, empty
         MERGE_STATE = BARRIERS + Config::TEAMS * Config::STAGES * 16,                               // MergeState, in 64 bytes
         CURSORS = MERGE_STATE + 64,                                                                 // Cursor [2 + TEAMS]: this unit, the next one, each producer's
         BYTES = CURSORS + (2 + Config::TEAMS) * CURSOR_BYTES

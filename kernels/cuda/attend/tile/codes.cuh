@@ -22,7 +22,7 @@ DEVICE void split_nibbles(u32 x, u32 (&rows)[2]) {
 }
 
 // 16 tokens of K, from t on, in 8 bits: x[panel] has bytes 4·(lane%4) + {0..3} of a panel of 16 dims.
-DEVICE void load_keys8(const Codes& k, int t, int lane, u32 (&x)[PANELS][2]) {
+DEVICE void load_keys8(const Codes& k, int t, int lane, u32 (&x)[Keys::PANELS][2]) {
     int row = in_block(t) + lane % 16;
     u32 block = k.at + block_of(t) * k.stride;
     auto at = [&](int panel, int more) {
@@ -30,27 +30,27 @@ DEVICE void load_keys8(const Codes& k, int t, int lane, u32 (&x)[PANELS][2]) {
         return block + ((panel + more) * Stage::BLOCK + row) * 16;
     };
 #pragma unroll
-    for (int panel = 0; panel + 1 < PANELS; panel += 2) {
+    for (int panel = 0; panel + 1 < Keys::PANELS; panel += 2) {
         u32 y[4];
         ldmatrix_x4(y, at(panel, lane / 16));
 #pragma unroll
         for (int i = 0; i < 4; i++) x[panel + i / 2][i % 2] = y[i];
     }
-    if (PANELS % 2 == 1) {
+    if (Keys::PANELS % 2 == 1) {
         u32 y[2];
-        ldmatrix_x2(y, at(PANELS - 1, 0));
-        x[PANELS - 1][0] = y[0];
-        x[PANELS - 1][1] = y[1];
+        ldmatrix_x2(y, at(Keys::PANELS - 1, 0));
+        x[Keys::PANELS - 1][0] = y[0];
+        x[Keys::PANELS - 1][1] = y[1];
     }
 }
 // The same in 4 bits; tokens t + 8 … are in the high nibbles.
-DEVICE void load_keys4(const Codes& k, int t, int lane, u32 (&x)[PANELS][2]) {
+DEVICE void load_keys4(const Codes& k, int t, int lane, u32 (&x)[Keys::PANELS][2]) {
     u32 block = k.at + block_of(t) * k.stride + (in_block(t) / 2 + lane % 8) * 16;
     auto at = [&](int panel) { return block + panel * (Stage::BLOCK / 2) * 16; };
 #pragma unroll
-    for (int panel = 0; panel < PANELS; panel += 4) {
+    for (int panel = 0; panel < Keys::PANELS; panel += 4) {
         u32 y[4];
-        int left = PANELS - panel;
+        int left = Keys::PANELS - panel;
         if (left >= 4) {
             ldmatrix_x4(y, at(panel + lane / 8));
         } else if (left >= 2) {
@@ -75,7 +75,7 @@ DEVICE void load_values8(const Codes& v, int j, int lane, u32 (&x)[4][2]) {
     for (int pair = 0; pair < 4; pair += 2) {
         u32 y[4];
         int panel = pair + lane / 16;
-        ldmatrix_x4(y, v.at + panel / IN_BLOCK * v.stride + (panel % IN_BLOCK * HEAD_DIM + 16 * j + lane % 16) * 16);
+        ldmatrix_x4(y, v.at + panel / IN_BLOCK * v.stride + (panel % IN_BLOCK * V_DIM + 16 * j + lane % 16) * 16);
 #pragma unroll
         for (int i = 0; i < 4; i++) x[pair + i / 2][i % 2] = y[i];
     }
@@ -98,7 +98,7 @@ DEVICE void load_values4(const Codes& v, int j, int lane, u32 (&x)[4][2]) {
     constexpr int IN_BLOCK = Stage::BLOCK / 16;
     int panel = lane / 8;
     u32 y[4];
-    ldmatrix_x4(y, v.at + panel / IN_BLOCK * v.stride + (panel % IN_BLOCK * (HEAD_DIM / 2) + 8 * j + lane % 8) * 16);
+    ldmatrix_x4(y, v.at + panel / IN_BLOCK * v.stride + (panel % IN_BLOCK * (V_DIM / 2) + 8 * j + lane % 8) * 16);
 #pragma unroll
     for (int i = 0; i < 4; i++) split_nibbles(y[i], x[i]);
 }

@@ -38,26 +38,26 @@ template <bool IS_BF16> DEVICE FloatSums multiply_floats(const FloatSums& c, con
 }
 
 // 16 tokens of K: a[panel] is the left operand of 16 dims.
-DEVICE void load_float_keys(const Codes& k, int t, int lane, u32 (&a)[PANELS][4]) {
+DEVICE void load_float_keys(const Codes& k, int t, int lane, u32 (&a)[Keys::PANELS][4]) {
     if constexpr (Keys::BITS == 16) {
         int row = in_block(t) + lane % 16;
         u32 block = k.at + block_of(t) * k.stride;
 #pragma unroll
-        for (int panel = 0; panel < PANELS; panel++) {
+        for (int panel = 0; panel < Keys::PANELS; panel++) {
             if (PAGE == 0) ldmatrix_x4(a[panel], chunk_at<Stage::K_SWIZZLE>(k.at, 2 * panel, lane / 16, row));
             else ldmatrix_x4(a[panel], block + ((2 * panel + lane / 16) * Stage::BLOCK + row) * 16);
         }
     } else {
-        u32 x[PANELS][2];
+        u32 x[Keys::PANELS][2];
         if constexpr (Keys::HAS_NIBBLES) load_keys4(k, t, lane, x);
         else load_keys8(k, t, lane, x);
 #pragma unroll
-        for (int panel = 0; panel < PANELS; panel++)
+        for (int panel = 0; panel < Keys::PANELS; panel++)
             operand(x[panel], Keys::HAS_NIBBLES, [](u32 x, u32& low, u32& high) { code_pairs<Keys::SCHEME>(x, low, high); }, a[panel]);
     }
 }
 
-DEVICE FloatSums dot_float_keys(const u32 (&a)[PANELS][4], const u32 (&q)[PANELS][INTEGER ? 1 : 4], int first, int last) {
+DEVICE FloatSums dot_float_keys(const u32 (&a)[Keys::PANELS][4], const u32 (&q)[Keys::PANELS][INTEGER ? 1 : 4], int first, int last) {
     FloatSums sums[2] = {};  // two, because MMAs into the same accumulator are a dependent chain
 #pragma unroll
     for (int p = first; p < last; p++)
@@ -73,14 +73,14 @@ template <class Params, class Team, class Fine>
 DEVICE void float_scores(const StagedTile& at, const Params& params, const Query& q, const Team& team, Fine is_fine, float (&s)[ROW_GROUPS][Team::SCORES]) {
 #pragma unroll
     for (int i = 0; i < Team::TOKENS / 16; i++) {
-        u32 a[PANELS][4], residuals[PANELS][4];
+        u32 a[Keys::PANELS][4], residuals[Keys::PANELS][4];
         int t = team.token() + 16 * i;
         load_float_keys(at.k, t, team.lane, a);
         if (Keys::WINDOW && at.residuals) {
-            u32 x[PANELS][2];
+            u32 x[Keys::PANELS][2];
             load_keys4(at.k_residuals, t, team.lane, x);
 #pragma unroll
-            for (int panel = 0; panel < PANELS; panel++) operand(x[panel], true, residual_pairs, residuals[panel]);
+            for (int panel = 0; panel < Keys::PANELS; panel++) operand(x[panel], true, residual_pairs, residuals[panel]);
         }
 #pragma unroll
         for (int group = 0; group < Keys::GROUPS; group++) {

@@ -11,11 +11,11 @@ namespace attn {
 struct Query {
     // Per panel of 16 dims, of row lane/4. Integers: dims 4·(lane%4) + {0, 1, 2, 3}. Floats, as the sum of two parts: the first part of two
     // pairs of dims, then the second part; pairs start at 4·(lane%4) + {0, 2}, or of 16-bit K at 2·(lane%4) + {0, 8}.
-    u32 word[ROW_GROUPS][PANELS][INTEGER ? 1 : 4];
+    u32 word[ROW_GROUPS][Keys::PANELS][INTEGER ? 1 : 4];
     float scale[ROW_GROUPS][2];  // the step of the lane's columns
     // What scores count from on the grid: of the lane's columns in the first tile, and in all later ones. Where rows or dims are many, registers are short, and a
     // shuffle for each tile spares some: of row lane/4, in even lanes in the first tile, in odd ones in all later ones.
-    static constexpr bool SHARES_BASES = ROW_GROUPS > 1 || HEAD_DIM > 128;
+    static constexpr bool SHARES_BASES = ROW_GROUPS > 1 || K_DIM > 128;
     float base[ROW_GROUPS][SHARES_BASES ? 1 : 4];
     // Σ over the dims of a group of K, where its codes or shifts need it.
     int sum[ROW_GROUPS][Keys::GROUPS][2];
@@ -40,7 +40,7 @@ struct ScoreBases {
     }
 };
 
-constexpr int LENGTH = PANELS / Keys::GROUPS;  // panels of a quantization group of K
+constexpr int LENGTH = Keys::PANELS / Keys::GROUPS;  // panels of a quantization group of K
 
 // Brings a number of row lane/4 to the lanes of its columns.
 DEVICE void of_columns(float x, int lane, float (&columns)[2]) {
@@ -49,24 +49,24 @@ DEVICE void of_columns(float x, int lane, float (&columns)[2]) {
 }
 
 // `loading()` is called once the row's loads are under way.
-template <class Loading> DEVICE float load_row(const QueryRow& row, int lane, float (&x)[PANELS][4], Loading loading) {
+template <class Loading> DEVICE float load_row(const QueryRow& row, int lane, float (&x)[Keys::PANELS][4], Loading loading) {
     const QueryRow rows[1] = {row};
-    float elements[1][PANELS][4];
+    float elements[1][Keys::PANELS][4];
     load_elements(rows, lane, elements);
     loading();
 #pragma unroll
-    for (int panel = 0; panel < PANELS; panel++)
+    for (int panel = 0; panel < Keys::PANELS; panel++)
 #pragma unroll
         for (int i = 0; i < 4; i++) x[panel][i] = elements[0][panel][i];
     return rotate_row(x, lane);
 }
 
 // Section 3: a row in 8 bits, its step, and the sums of its groups.
-DEVICE void quantize(Query& q, int g, const float (&x)[PANELS][4], float largest, int lane) {
+DEVICE void quantize(Query& q, int g, const float (&x)[Keys::PANELS][4], float largest, int lane) {
     QueryStep step = query_step(largest);
     of_columns(step.step, lane, q.scale[g]);
 #pragma unroll
-    for (int panel = 0; panel < PANELS; panel++) q.word[g][panel][0] = query_codes(x[panel], step.inverse);
+    for (int panel = 0; panel < Keys::PANELS; panel++) q.word[g][panel][0] = query_codes(x[panel], step.inverse);
     if constexpr (Keys::HAS_SHIFTS || Keys::HAS_HALF_STEPS) {
         constexpr u32 ONES = 0x01010101u;
 #pragma unroll
@@ -87,11 +87,11 @@ struct Centres {
 
     METHOD void load(const u16* centres, int lane) {
         if constexpr (!HAS_CENTRES) return;
-        later.load(centres + HEAD_DIM, lane);
+        later.load(centres + K_DIM, lane);
         if (has_first) first.load(centres, lane);
     }
 };
-DEVICE void find_bases(Query& q, int g, const float (&x)[PANELS][4], const Centres& centres, int lane) {
+DEVICE void find_bases(Query& q, int g, const float (&x)[Keys::PANELS][4], const Centres& centres, int lane) {
     if constexpr (!HAS_CENTRES) return;
     float of_row[2];
     of_row[1] = score_base(x, centres.later);
@@ -110,12 +110,12 @@ DEVICE void find_bases(Query& q, int g, const float (&x)[PANELS][4], const Centr
 }
 
 // Floats: a row as the sum of two parts of K's own precision (f16 for fp8 and integers). It is scaled to below 2^14 first, which f16 holds.
-DEVICE void quantize_float(Query& q, int g, const float (&x)[PANELS][4], float largest, int lane) {
+DEVICE void quantize_float(Query& q, int g, const float (&x)[Keys::PANELS][4], float largest, int lane) {
     int e = largest == 0.0f ? 0 : min(max(13 - exponent(largest), -70), 60);
     float up = exp2i(e), sums[Keys::GROUPS] = {};
     of_columns(exp2i(-e), lane, q.scale[g]);
 #pragma unroll
-    for (int panel = 0; panel < PANELS; panel++)
+    for (int panel = 0; panel < Keys::PANELS; panel++)
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             float a = x[panel][2 * i] * up, b = x[panel][2 * i + 1] * up;

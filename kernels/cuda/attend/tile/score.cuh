@@ -11,18 +11,18 @@ namespace attn {
 
 // Whether the largest sum of a group stays below 2^22: it then counts on from MAGIC_BITS, and is converted by one subtraction, or by none
 // where it is multiplied by a number that leaves MAGIC exact.
-constexpr int K_LARGEST = HEAD_DIM / Keys::GROUPS * 127 * (Keys::HAS_HALF_STEPS ? 255 : 128);
+constexpr int K_LARGEST = K_DIM / Keys::GROUPS * 127 * (Keys::HAS_HALF_STEPS ? 255 : 128);
 constexpr bool K_COUNTS_ON = K_LARGEST <= 1 << 22;
 constexpr int K_START = K_COUNTS_ON ? (int)MAGIC_BITS : 0;
 
 // Sums of K's codes times the query's over the panels [first, last).
-template <bool SHARES_TILES> DEVICE Sums dot_keys(const u32 (&x)[PANELS][2], const u32 (&q)[PANELS][INTEGER ? 1 : 4], int first, int last, const Sums& start) {
+template <bool SHARES_TILES> DEVICE Sums dot_keys(const u32 (&x)[Keys::PANELS][2], const u32 (&q)[Keys::PANELS][INTEGER ? 1 : 4], int first, int last, const Sums& start) {
     Sums sums[2] = {start, {}};  // two, because MMAs into the same accumulator are a dependent chain
 #pragma unroll
     for (int p = first; p < last; p += 2) {
         Sums& c = sums[SHARES_TILES ? (p - first) / 2 % 2 : 0];
-        const u32(&y)[2] = x[(p + 1) % PANELS];
-        u32 next = q[(p + 1) % PANELS][0];
+        const u32(&y)[2] = x[(p + 1) % Keys::PANELS];
+        u32 next = q[(p + 1) % Keys::PANELS][0];
         if (p + 1 < last)
             c = Keys::HAS_NIBBLES ? mma_u8s8_k32(c, x[p][0], x[p][1], y[0], y[1], q[p][0], next) : mma_s8_k32(c, x[p][0], x[p][1], y[0], y[1], q[p][0], next);
         else c = Keys::HAS_NIBBLES ? mma_u8s8_k16(c, x[p][0], x[p][1], q[p][0]) : mma_s8_k16(c, x[p][0], x[p][1], q[p][0]);
@@ -78,7 +78,7 @@ struct KeySums {
 
 // Sums of integers from token t on, which is the warp's or a multiple of 16 further.
 template <class Team> DEVICE void key_sums(const StagedTile& at, int t, const Query& q, const Team& team, KeySums& sums) {
-    u32 x[PANELS][2];
+    u32 x[Keys::PANELS][2];
     if constexpr (Keys::HAS_NIBBLES) load_keys4(at.k, t, team.lane, x);
     else load_keys8(at.k, t, team.lane, x);
     sums.each([&](int group, int g, Sums& c) {
@@ -94,7 +94,7 @@ template <class Team> DEVICE void key_sums(const StagedTile& at, int t, const Qu
 }
 // The same with residuals, for rows that read K fine.
 template <class Team, class Fine> DEVICE void add_key_residuals(const StagedTile& at, int t, const Query& q, const Team& team, Fine is_fine, KeySums& sums) {
-    u32 x[PANELS][2];
+    u32 x[Keys::PANELS][2];
     load_keys4(at.k_residuals, t, team.lane, x);
     sums.each([&](int group, int g, Sums& c) {
         Sums r = dot_keys<Team::SHARES_TILES>(x, q.word[g], group * LENGTH, (group + 1) * LENGTH, {});

@@ -11,7 +11,7 @@ constexpr int WEIGHTS = TILE / 4;  // of a row group, in a lane: of the whole ti
 template <int WARPS> struct TeamOf {
     static constexpr bool SHARES_TILES = WARPS > 1;
     // A warp's part of a tile: tokens for the scores, dims for the values; and scores of a row group in a lane.
-    static constexpr int TOKENS = TILE / WARPS, DIMS = HEAD_DIM / WARPS, SCORES = TOKENS / 4;
+    static constexpr int TOKENS = TILE / WARPS, DIMS = V_DIM / WARPS, SCORES = TOKENS / 4;
     // What the warps exchange about a tile: each row's maximum over each warp's tokens, and all weights.
     static constexpr int EXCHANGED_WEIGHTS = Config::ROWS * WARPS * 4, EXCHANGE_BYTES = EXCHANGED_WEIGHTS + ROW_GROUPS * WARPS * 32 * 16;
 

@@ -8,14 +8,14 @@ use attn_core::{Arithmetic, Heads};
 
 /// A decode step of `[query heads, KV heads, dims]`.
 fn step([q, kv, dim]: [usize; 3], kv_lens: impl Into<Vec<usize>>) -> Problem {
-    Problem::new(Heads { q, kv, dim }, kv_lens)
+    Problem::new(Heads::new(q, kv, dim), kv_lens)
 }
 
-fn shape(rows: usize, format: KvFormat, head_dim: usize, layout: KvLayout) -> Shape {
+fn shape(rows: usize, format: KvFormat, head_dim: impl Into<HeadDim>, layout: KvLayout) -> Shape {
     Shape {
         rows,
         format,
-        head_dim,
+        head_dim: head_dim.into(),
         layout,
     }
 }
@@ -39,7 +39,7 @@ fn every_problem_fits_shared_memory_and_covers_its_rows() {
                     assert!(launch.row_blocks * g.rows() >= rows, "{rows}");
                     assert!(
                         g.threads() <= 512
-                            && shared_bytes(&g, format, dim, KvLayout::Pages(64)) <= limit
+                            && shared_bytes(&g, format, dim.into(), KvLayout::Pages(64)) <= limit
                     );
                 }
             }
@@ -198,8 +198,8 @@ fn a_cache_is_dequantized_for_prompts_that_read_it_often() {
     // By all sequences; not by dims that `many_rows.cu` does not have, and not where bits are promised.
     let with_short = |p: &mut Problem| (p.q_lens, p.kv_lens) = (vec![1, 32], vec![8192; 2]);
     assert!(!is_dequantized("int8", 32, &with_short));
-    assert!(!is_dequantized("int8", 4096, &|p| p.head_dim = 160));
-    assert!(is_dequantized("int8", 4096, &|p| p.head_dim = 192));
+    assert!(!is_dequantized("int8", 4096, &|p| p.head_dim = 160.into()));
+    assert!(is_dequantized("int8", 4096, &|p| p.head_dim = 192.into()));
     assert!(!is_dequantized("int8", 4096, &|p| p.scores.arithmetic = Arithmetic::Exact));
     assert!(is_dequantized("fp8", 4096, &|p| p.scores.arithmetic = Arithmetic::Exact));
     // Small pages are put together as they are.
@@ -338,7 +338,7 @@ fn stages_of_16_bit_floats_divide_into_steps() {
         let shape = Shape {
             rows,
             format: "bf16".parse().unwrap(),
-            head_dim,
+            head_dim: HeadDim::same(head_dim),
             layout: KvLayout::Pages(64),
         };
         let config = shape.many_rows(LIMITS.shared_limit).unwrap();

@@ -1,7 +1,7 @@
 //! What plans are made of: kernels, workspaces, parameters, and what is refused.
 
 use super::*;
-use attn_core::{Arithmetic, Heads, Scheme};
+use attn_core::{Arithmetic, HeadDim, Heads, Scheme};
 use attn_kernels::cuda::{Arch, embedded::common};
 
 use super::super::{DeviceAddress, DeviceKv, PagedSequences, Pages};
@@ -20,14 +20,7 @@ fn plan_of(
     heads: usize,
     kv_lens: Vec<usize>,
 ) -> (Problem, Result<LaunchPlan, Error>) {
-    let problem = Problem::new(
-        Heads {
-            q: 4 * heads,
-            kv: heads,
-            dim: 128,
-        },
-        kv_lens,
-    );
+    let problem = Problem::new(Heads::new(4 * heads, heads, 128), kv_lens);
     let preferences = Preferences::default();
     let plan = LaunchPlan::new(
         kind,
@@ -51,13 +44,13 @@ fn a_decode_step_over_shards_of_a_preset_has_an_embedded_kernel() {
             (KvFormat::INT4, 64, 32),
             (KvFormat::INT4, 128, 64),
         ] {
-            let problem = Problem::new(Heads { q, kv: 8, dim }, vec![100_000; 5]);
+            let problem = Problem::new(Heads::new(q, 8, dim), vec![100_000; 5]);
             let (kind, layout) = (PlanKind::Spans, KvLayout::Pages(64));
             let preferences = Preferences::default();
             let plan = LaunchPlan::new(kind, limits, &preferences, &problem, format, layout);
             let instance = plan.unwrap().instance;
             assert!(embedded.contains(&instance), "{arch:?}: {instance:?}");
-            let head_dim = dim;
+            let head_dim = HeadDim::same(dim);
             let merge = Instance::MergeSpans { format, head_dim };
             assert!(embedded.contains(&merge), "{arch:?}: {merge:?}");
         }
@@ -66,11 +59,7 @@ fn a_decode_step_over_shards_of_a_preset_has_an_embedded_kernel() {
 
 #[test]
 fn integers_become_floats_in_prompts_that_say_so_alone() {
-    let heads = Heads {
-        q: 16,
-        kv: 1,
-        dim: 128,
-    };
+    let heads = Heads::new(16, 1, 128);
     let plan = |kind, arithmetic, q_len, dequantize| {
         let problem = Problem::new(heads, [4096]).q_len(q_len);
         let problem = problem.arithmetic(arithmetic);
@@ -109,11 +98,7 @@ fn integers_become_floats_in_prompts_that_say_so_alone() {
 
 #[test]
 fn what_takes_many_copies_to_a_tile_is_written_again_for_prompts() {
-    let heads = Heads {
-        q: 32,
-        kv: 8,
-        dim: 128,
-    };
+    let heads = Heads::new(32, 8, 128);
     let a100 = DeviceLimits::new(Arch::Sm80.shared_limit(), 108);
     let bf16 = KvFormat::same(Scheme::Bf16);
     let [gather, rows] = [Some("gather_pages"), Some("dequantize_rows")];
@@ -149,11 +134,7 @@ fn what_takes_many_copies_to_a_tile_is_written_again_for_prompts() {
 #[test]
 fn query_blocks_stay_whole_where_sequences_of_as_many_rows_are_split() {
     let kernel = |kv_lens: Vec<usize>, q_len: usize| {
-        let heads = Heads {
-            q: 32,
-            kv: 2,
-            dim: 128,
-        };
+        let heads = Heads::new(32, 2, 128);
         let problem = Problem::new(heads, kv_lens).q_len(q_len);
         let (kind, layout) = (PlanKind::Known, KvLayout::Pages(64));
         let (format, preferences) = (KvFormat::INT8, Preferences::default());
@@ -168,11 +149,7 @@ fn query_blocks_stay_whole_where_sequences_of_as_many_rows_are_split() {
 
 #[test]
 fn a_cache_that_would_take_more_than_its_share_of_memory_is_attended_as_it_is() {
-    let heads = Heads {
-        q: 32,
-        kv: 8,
-        dim: 128,
-    };
+    let heads = Heads::new(32, 8, 128);
     // 2^18 tokens of 4 KB; twice as much where some are written with residuals, too.
     for (format, batch, want) in [
         (KvFormat::INT8, 8, true),
@@ -193,11 +170,7 @@ fn a_cache_that_would_take_more_than_its_share_of_memory_is_attended_as_it_is() 
 /// Kills centres that a fast launch would leave out: it attends what the keys dequantize to.
 #[test]
 fn centres_reach_exact_launches_alone() {
-    let heads = Heads {
-        q: 16,
-        kv: 1,
-        dim: 128,
-    };
+    let heads = Heads::new(16, 1, 128);
     let centres = CentresArgs {
         centres: DeviceAddress::new(0x500),
         rows: DeviceAddress::new(0x600),
@@ -223,7 +196,7 @@ fn prompts_of_presets_have_embedded_kernels_on_hopper() {
     for format in [KvFormat::INT8, KvFormat::INT4] {
         for arithmetic in [Arithmetic::Exact, Arithmetic::Fast] {
             for dim in [64, 128] {
-                let heads = Heads { q: 32, kv: 8, dim };
+                let heads = Heads::new(32, 8, dim);
                 let problem = Problem::new(heads, [4096, 300]).q_lens([4096, 200]);
                 let problem = problem.arithmetic(arithmetic);
                 let (kind, layout) = (PlanKind::Known, KvLayout::Pages(64));

@@ -25,10 +25,10 @@ impl Centres {
     pub(super) fn of(cache: &KvCache, table: &PageTable) -> Option<Self> {
         let config = cache.config();
         let pages = cache.store().as_any().downcast_ref::<HostPages>()?;
-        let bytes = centres_bytes(config.num_kv_heads, config.head_dim);
+        let bytes = centres_bytes(config.num_kv_heads, config.head_dim.k);
         let mut centres = vec![0u64; config.num_sequences * bytes / 8];
         let all: &mut [u16] = bytemuck::cast_slice_mut(&mut centres);
-        let places = all.chunks_exact_mut(CENTRES * config.head_dim);
+        let places = all.chunks_exact_mut(CENTRES * config.head_dim.k);
         for (i, place) in places.enumerate() {
             let (sequence, head) = (i / config.num_kv_heads, i % config.num_kv_heads);
             let both = pages.centres(0, sequence, head)?;
@@ -78,7 +78,7 @@ impl Centred {
         config.centres = true;
         config.num_pages += 3 * config.pages_for(200);
         let mut cache = Reference::new().create_cache(&config)?;
-        let row = config.num_kv_heads * config.head_dim;
+        let row = config.num_kv_heads * config.head_dim.k;
         let common = noise(case.seed + 77, row);
         for (b, &sequence) in self.order.iter().enumerate() {
             let [mut k, v] = case.kv(b);

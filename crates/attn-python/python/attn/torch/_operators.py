@@ -17,10 +17,10 @@ def _plan(number: int) -> Plan:
     return plan
 
 
-def _room_for_results(q: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor]:
-    """The results, as q, and log-sum-exps; not yet written."""
+def _room_for_results(q: torch.Tensor, v_dim: int) -> Tuple[torch.Tensor, torch.Tensor]:
+    """The results, of q's type, and log-sum-exps; not yet written."""
     _check_queries(q)
-    return torch.empty_like(q), torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+    return q.new_empty((*q.shape[:2], v_dim)), torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
 
 
 @torch.library.custom_op("attn::append_slots", mutates_args=("pool",))
@@ -61,10 +61,11 @@ def attend(
     page_table: torch.Tensor,
     kv_lens: torch.Tensor,
     residual_pages: Optional[torch.Tensor],
+    v_dim: int,
 ) -> Tuple[torch.Tensor, torch.Tensor]:
-    """`Plan.attend` as an operator, which takes the plan's number."""
+    """`Plan.attend` as an operator, which takes the plan's number, and its v_dim."""
     own = _plan(plan)
-    out, lse = _room_for_results(q)
+    out, lse = _room_for_results(q, v_dim)
     own._plan.attend(own._pages(pool, page_table, kv_lens, residual_pages), own._arrays(q, out, lse), own._stream())
     return out, lse
 
@@ -77,10 +78,11 @@ def attend_rows(
     v_cache: torch.Tensor,
     page_table: torch.Tensor,
     kv_lens: torch.Tensor,
+    v_dim: int,
 ) -> Tuple[torch.Tensor, torch.Tensor]:
-    """`Plan.attend_rows` as an operator, which takes the plan's number."""
+    """`Plan.attend_rows` as an operator, which takes the plan's number, and its v_dim."""
     own = _plan(plan)
-    out, lse = _room_for_results(q)
+    out, lse = _room_for_results(q, v_dim)
     # DLPack has no name for fp8, and int8 codes are bytes.
     k_cache, v_cache = (x.view(torch.uint8) if x.element_size() == 1 else x for x in (k_cache, v_cache))
     rows = _arguments(k=k_cache, v=v_cache, page_table=page_table, kv_lens=kv_lens, k_scales=own._k_scales, v_scales=own._v_scales)
@@ -98,8 +100,9 @@ def step(
     page_table: torch.Tensor,
     kv_lens: torch.Tensor,
     residual_pages: Optional[torch.Tensor],
+    v_dim: int,
 ) -> torch.Tensor:
-    """`Plan.step` as an operator, which takes the plan's number."""
+    """`Plan.step` as an operator, which takes the plan's number, and its v_dim."""
     own = _plan(plan)
     return own._step(q, k, v, own._pages(pool, page_table, kv_lens, residual_pages))
 
@@ -117,6 +120,7 @@ def step_rotary(
     cos_sin: torch.Tensor,
     positions: Optional[torch.Tensor],
     interleaved: bool,
+    v_dim: int,
 ) -> torch.Tensor:
     """`Plan.step` with rotary positions as an operator; q is rotated in place."""
     own = _plan(plan)
@@ -126,6 +130,6 @@ def step_rotary(
 
 # What torch.compile needs of them: results without a launch.
 for _operator in (attend, attend_rows):
-    _operator.register_fake(lambda plan, q, *_: _room_for_results(q))
+    _operator.register_fake(lambda plan, q, *others: _room_for_results(q, others[-1]))
 for _operator in (step, step_rotary):
-    _operator.register_fake(lambda plan, q, *_: torch.empty_like(q))
+    _operator.register_fake(lambda plan, q, *others: q.new_empty((*q.shape[:-1], others[-1])))

@@ -64,6 +64,7 @@ class Plan:
     Args:
         format: what pages hold, as for `attn.Cache`.
         heads, kv_heads, dim: query heads, KV heads, dims of a head.
+        v_dim: dims of a value and of a result, where they are not those of a key and a query.
         q_lens: query tokens of each sequence; a step's rows are sequence after sequence.
         max_kv_len: the longest length that a step may have, up to 1048576.
         page_size: tokens of a page: 16, 32, 64 or 128.
@@ -89,6 +90,7 @@ class Plan:
         dim: int,
         q_lens: Sequence[int],
         max_kv_len: int,
+        v_dim: Optional[int] = None,
         page_size: int = 64,
         rows: bool = False,
         rotary: bool = False,
@@ -110,6 +112,7 @@ class Plan:
             heads=count("heads", heads, 1),
             kv_heads=count("kv_heads", kv_heads, 1),
             dim=count("dim", dim, 1),
+            v_dim=count("v_dim", dim if v_dim is None else v_dim, 1),
             page_size=count("page_size", page_size, 1),
             q_lens=counts("q_lens", q_lens),
             max_kv_len=count("max_kv_len", max_kv_len),
@@ -137,7 +140,7 @@ class Plan:
             raise ParameterError(f"device is {device}; allowed: a CUDA device; attn.Cache works on the CPU")
         index = torch.cuda.current_device() if device.index is None else device.index
         self.device = torch.device("cuda", index)
-        self._options = options
+        self._options, self.v_dim = options, options.v_dim
         with torch.cuda.device(self.device):
             self._plan = _attn.NativePlan(options, f"cuda:{index}")
             blocks, slopes = self._plan.lists()
@@ -228,7 +231,7 @@ class Plan:
         """Appends tokens that bring their places: any number, of any sequences.
 
         Args:
-            k, v: `[tokens, KV heads, dim]`, float32, float16 or bfloat16; tokens may lie apart. Those of a sequence lie side by side, in order.
+            k, v: `[tokens, KV heads, dim]`, of V v_dim, float32, float16 or bfloat16; tokens may lie apart. Those of a sequence lie side by side, in order.
             slots: int64 `[tokens]`, page · page_size + token of the page; negative: skipped.
             residual_pages: int32 `[tokens]` for formats with a window, -1 for none, as for pages that are neither one of the first nor of the last of a sequence.
             rotary: K and queries are before RoPE, and rotated here, in 32 bits; for a plan with `rotary=True`.
@@ -271,9 +274,9 @@ class Plan:
             residual_pages: int32 `[sequences, residual_slots]` for formats with a window: that of page i at `residual_slot(i, residual_slots)`.
 
         Returns:
-            The results, of q's shape and type, and float32 log-sum-exps `[query tokens, heads]`.
+            The results, of q's type and of its shape with v_dim as the last dim, and float32 log-sum-exps `[query tokens, heads]`.
         """
-        return torch.ops.attn.attend(self.number, q, pool, page_table, kv_lens, residual_pages)
+        return torch.ops.attn.attend(self.number, q, pool, page_table, kv_lens, residual_pages, self.v_dim)
 
     def attend_spans(
         self,
@@ -295,12 +298,12 @@ class Plan:
             q, pool, page_table, residual_pages: as for `attend`.
 
         Returns:
-            float32 `[spans, query tokens, heads, 2]`, maxima and sums, and `[spans, query tokens, heads, dim]`; as many spans as `max_kv_len` has.
+            float32 `[spans, query tokens, heads, 2]`, maxima and sums, and `[spans, query tokens, heads, v_dim]`; as many spans as `max_kv_len` has.
         """
         _check_queries(q)
         like = dict(dtype=torch.float32, device=self.device)
         max_sums = torch.empty((self._plan.spans, *q.shape[:2], 2), **like)
-        o = torch.empty((self._plan.spans, *q.shape), **like)
+        o = torch.empty((self._plan.spans, *q.shape[:2], self.v_dim), **like)
         with torch.cuda.device(self.device):
             pages = self._pages(pool, page_table, kv_lens, residual_pages)
             spans = _arguments(max_sums=max_sums, o=o, tokens_before=tokens_before, tokens_after=tokens_after)
@@ -319,16 +322,16 @@ class Plan:
 
         Args:
             q: `[query tokens, heads, dim]`, contiguous, float32, float16 or bfloat16.
-            k_cache, v_cache: `[pages, page_size, KV heads, dim]`, of bfloat16 ("bf16"), float16 ("f16"), float8_e4m3fn or uint8 ("fp8"), int8
+            k_cache, v_cache: `[pages, page_size, KV heads, dim]`, of V v_dim, of bfloat16 ("bf16"), float16 ("f16"), float8_e4m3fn or uint8 ("fp8"), int8
                 ("int8-tensor"). Strides are free but between dims, and multiples of 16 bytes: for `[pages, KV heads, page_size, dim]` pass
                 `cache.transpose(1, 2)`, and for vLLM's tensor of K and V `cache[0]`, `cache[1]`.
             page_table: int32 `[sequences, pages]`.
             kv_lens: int32 `[sequences]`; counts the tokens of the step.
 
         Returns:
-            The results, of q's shape and type, and float32 log-sum-exps `[query tokens, heads]`.
+            The results, of q's type and of its shape with v_dim as the last dim, and float32 log-sum-exps `[query tokens, heads]`.
         """
-        return torch.ops.attn.attend_rows(self.number, q, k_cache, v_cache, page_table, kv_lens)
+        return torch.ops.attn.attend_rows(self.number, q, k_cache, v_cache, page_table, kv_lens, self.v_dim)
 
     def export(
         self,
@@ -345,7 +348,7 @@ class Plan:
         """Writes a range of tokens of each sequence as rows, as they were before they were quantized but for its error: for kernels that read no pages.
 
         Args:
-            k, v: `[tokens, KV heads, dim]`, float32, float16 or bfloat16: the ranges, one behind the other; tokens may lie apart.
+            k, v: `[tokens, KV heads, dim]`, of V v_dim, float32, float16 or bfloat16: the ranges, one behind the other; tokens may lie apart.
             row_starts: int32 `[sequences + 1]`: where each range begins in k and v, then where the last one ends.
             max_tokens: no range is longer.
             first_tokens: int32 `[sequences]`: the first token of each range; 0 if not given.
@@ -378,7 +381,7 @@ class Plan:
         kv_lens: torch.Tensor,
         residual_pages: Optional[torch.Tensor] = None,
     ) -> None:
-        """`attend` without log-sum-exps into `out`, of q's shape and type, for hosts that own the output and the operator around this call."""
+        """`attend` without log-sum-exps into `out`, of q's type and of its shape with v_dim as the last dim, for hosts that own the output and the operator around this call."""
         self._plan.attend(self._pages(pool, page_table, kv_lens, residual_pages), self._arrays(q, out, None), self._stream())
 
     def step(
@@ -398,14 +401,14 @@ class Plan:
             rotary: K and q are before RoPE, and rotated here, in 32 bits, q in place; its own q stays None. For a plan with `rotary=True`.
 
         Returns:
-            The results, of q's shape and type.
+            The results, of q's type and of its shape with v_dim as the last dim.
         """
         if rotary is None:
-            return torch.ops.attn.step(self.number, q, k, v, pool, page_table, kv_lens, residual_pages)
+            return torch.ops.attn.step(self.number, q, k, v, pool, page_table, kv_lens, residual_pages, self.v_dim)
         if rotary.q is not None:
             raise ParameterError("rotary.q is given; a step rotates the queries that it attends: leave it None")
         return torch.ops.attn.step_rotary(
-            self.number, q, k, v, pool, page_table, kv_lens, residual_pages, rotary.cos_sin, rotary.positions, bool(rotary.interleaved)
+            self.number, q, k, v, pool, page_table, kv_lens, residual_pages, rotary.cos_sin, rotary.positions, bool(rotary.interleaved), self.v_dim
         )
 
     def _step(
@@ -416,7 +419,7 @@ class Plan:
         pages: SimpleNamespace,
         rotary: Optional[Rotary] = None,
     ) -> torch.Tensor:
-        out = torch.empty_like(q)
+        out = q.new_empty((*q.shape[:-1], self.v_dim))
         rotary = None if rotary is None else rotary._arguments(q)
         self._plan.step(pages, self._arrays(q, out, None), (_capsule(k), _capsule(v)), self._stream(), rotary)
         return out

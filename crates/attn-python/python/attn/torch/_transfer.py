@@ -93,7 +93,7 @@ def _transfer(device: torch.device) -> Any:
 @torch.library.custom_op("attn::merge", mutates_args=())
 def _merge(outs: torch.Tensor, lses: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor]:
     lses = lses.float().contiguous()
-    if outs.is_cuda and outs.size(3) % 4 == 0 and 0 < outs.size(3) <= 256 and hasattr(_attn, "NativeTransfer"):
+    if outs.is_cuda and outs.size(3) % 4 == 0 and 0 < outs.size(3) <= 576 and hasattr(_attn, "NativeTransfer"):
         out, lse = torch.empty_like(outs[0], memory_format=torch.contiguous_format), torch.empty_like(lses[0])
         with torch.cuda.device(outs.device):
             arrays = _arguments(outs=outs.contiguous().flatten(1, 2), lses=lses, out=out.flatten(0, 1), lse=lse)

@@ -8,14 +8,13 @@ import torch
 from transformers.cache_utils import Cache as TransformersCache
 from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
+from .._attn import HEAD_DIMS
 from .._cache import Cache
 from .._errors import ParameterError, UnsupportedError
 from .._options import count, is_fast, numbers
 from ._guard import PassGuard
 from ._layer import QuantizedLayer
 from ._mask import MaskTokens
-
-HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 
 Scales = Union[None, float, Sequence[float], Sequence[Sequence[float]]]
 
@@ -195,8 +194,6 @@ def _windows(config: Any, layers: List[Any]) -> Dict[int, Optional[int]]:
 
 
 def _check_config(config: Any) -> None:
-    if _read(config, "kv_lora_rank"):
-        raise UnsupportedError("this model has latent attention (MLA), whose cache is no K and V of heads; use transformers' own cache")
     if _read(config, "num_kv_shared_layers"):
         raise UnsupportedError("layers of this model share K and V with others; use transformers' own cache")
     dims = _dims(config)

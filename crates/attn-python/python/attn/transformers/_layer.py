@@ -77,10 +77,9 @@ class QuantizedLayer(CacheLayerMixin):
     values = keys
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        if key_states.shape[-1] != value_states.shape[-1]:
-            raise UnsupportedError(f"K has {key_states.shape[-1]} dims, and V {value_states.shape[-1]}; attn attends over heads whose K and V have as many")
         self.device, self.dtype = key_states.device, key_states.dtype
         batch, self._heads, tokens, self._dim = key_states.shape
+        self._v_dim = value_states.shape[-1]
         self.slots = []
         room = self.max_tokens or max(_FIRST_TOKENS, 2 * tokens)
         if self.window is not None:
@@ -168,7 +167,7 @@ class QuantizedLayer(CacheLayerMixin):
     def _make(self, room: int, rows: int) -> None:
         """A cache of `room` tokens for each of `rows` rows, and in it the rows that there are."""
         self.check_rows(rows)
-        shape = dict(heads=self._heads, dim=self._dim, page_size=self.page_size, max_q_len=_PIECE, centres=self.centres, device=_device_name(self.device))
+        shape = dict(heads=self._heads, dim=self._dim, v_dim=self._v_dim, page_size=self.page_size, max_q_len=_PIECE, centres=self.centres, device=_device_name(self.device))
         # A sliding layer goes back no further than its window.
         shape.update(checkpoints=self.checkpoints if self.window is None else 0)
         shape.update({name: x if len(x) > 1 else x * self._heads for name, x in self._scales.items()})
@@ -287,7 +286,7 @@ class QuantizedLayer(CacheLayerMixin):
         # Padding comes first, so a row has what lies behind it.
         counts = [min(q.shape[1], max(0, n - (width - first - q.shape[1]))) for n in rows.counts]
         chosen = [(slot, n) for slot, n in zip(self.slots, counts) if n]
-        out = torch.zeros_like(q, memory_format=torch.contiguous_format)
+        out = q.new_zeros((*q.shape[:-1], self._v_dim))
         if chosen:
             slots, counts = (list(x) for x in zip(*chosen))
             self.cache.append(k[valid], v[valid], sequences=slots, tokens=counts)
