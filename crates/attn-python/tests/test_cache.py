@@ -60,6 +60,20 @@ def test_modifiers_reach_the_arithmetic(rng, options):
     assert numpy.abs(plain - out_64).max() > 1e-2, "without the modifier the result would be another"
 
 
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("level", [-1e6, -6e4, 6e4, 1e6])
+def test_scores_of_any_level_are_scores(rng, format, level):
+    """No finite number stands for a score that is masked: the token whose score exceeds all others by far is seen wherever they all lie."""
+    cache = attn.Cache(format, heads=1, dim=64, max_tokens=128, device="cpu", **{name: [1e3] for name in static_scales(format, 1)})
+    v = rows(rng, 100, 1, 64)
+    k = numpy.full((100, 1, 64), level / 64, "float32")
+    k[7] += abs(level) / 640
+    cache.append(k, v)
+    out, lse = cache.attend(numpy.ones((1, 4, 64), "float32"), scale=1.0, return_lse=True)
+    assert numpy.abs(out - cache.export()[1][7]).max() < 0.05
+    assert numpy.abs(lse - (level + abs(level) / 10)).max() < abs(level) / 12
+
+
 def test_fast_is_exact_on_a_cpu(rng):
     cache = filled(rng)
     q = rows(rng, 40, 8, 64)

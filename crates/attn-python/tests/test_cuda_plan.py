@@ -13,9 +13,11 @@ def plan_of(format, q_lens, **options):
     return attn.torch.Plan(format, q_lens=q_lens, **options)
 
 
+@pytest.mark.parametrize("options", [{}, {"window_left": 70}])
 @pytest.mark.parametrize("format", ["int8", "int4-g1", "bf16"])
-def test_a_graph_replays_growing_sequences(rng, format):
-    plan = plan_of(format, [1] * 3)
+def test_a_graph_replays_growing_sequences(rng, format, options):
+    """From nothing to lengths beyond a tile and a window, by the graph that was captured at the first."""
+    plan = plan_of(format, [1] * 3, **options)
     pool = plan.new_pool(3 * 8)
     table = torch.randperm(24, dtype=torch.int32).view(3, 8).cuda()
     lens = torch.zeros(3, dtype=torch.int32, device="cuda")
@@ -42,7 +44,7 @@ def test_a_graph_replays_growing_sequences(rng, format):
             x.copy_(on_gpu(rows(rng, *x.shape)))
         graph.replay()
         cache.append(k, v, sequences=[0, 1, 2], tokens=[1, 1, 1])
-        wanted = cache.attend(q, sequences=[0, 1, 2], q_lens=[1, 1, 1])
+        wanted = cache.attend(q, sequences=[0, 1, 2], q_lens=[1, 1, 1], **options)
         assert torch.equal(out, wanted), i
     assert lens.tolist() == [150] * 3
 
@@ -70,6 +72,32 @@ def test_a_pool_begins_at_any_multiple_of_16_bytes(rng, format, q_len, offset):
         assert torch.equal(a, b)
     with pytest.raises(attn.ShapeError, match="multiple of 16 bytes"):
         plan.attend(q, memory[8 : 8 + plan.page_bytes], table, lens)
+
+
+@pytest.mark.parametrize("format", ["int8", "int8/int4-w0", "int4-g1", "bf16"])
+@pytest.mark.parametrize("q_len", [1, 40])
+def test_pages_beyond_4_gib_are_pages_like_others(rng, format, q_len):
+    import attn.torch
+
+    plan = plan_of(format, [q_len] * 2, page_size=16)
+    last = (5 << 30) // plan.page_bytes
+    pool, small = torch.empty(last + 1, plan.page_bytes, dtype=torch.uint8, device="cuda"), plan.new_pool(14)
+    far = [last, 0, (1 << 32) // plan.page_bytes, (1 << 31) // plan.page_bytes, 70_000, *range(last - 9, last)]
+    position, sequence = torch.arange(100).repeat(2), torch.arange(2).repeat_interleave(100)
+    k, v, q = (on_gpu(rows(rng, n, heads, 128)) for n, heads in ((200, 2), (200, 2), (2 * q_len, 8)))
+    lens, results = torch.full((2,), 100, dtype=torch.int32, device="cuda"), []
+    starts, first = torch.tensor([0, 100, 200], dtype=torch.int32, device="cuda"), torch.zeros(2, dtype=torch.int32, device="cuda")
+    for memory, numbers in ((small, list(range(14))), (pool, far)):
+        memory[numbers] = 0
+        table = torch.tensor(numbers, dtype=torch.int32).view(2, 7)
+        plan.append_slots(k, v, memory, (table[sequence, position // 16].long() * 16 + position % 16).cuda())
+        exported = [torch.empty(200, 2, 128, device="cuda") for _ in "kv"]
+        plan.export(*exported, memory, table.cuda(), lens, starts, 100, first, None)
+        results.append([*plan.attend(q, memory, table.cuda(), lens), *exported, memory[numbers]])
+    for given, wanted in zip(*results):
+        assert torch.equal(given, wanted)
+    attn.torch.copy_pages(pool, pool, torch.tensor([[last, last - 20]], device="cuda"))
+    assert torch.equal(pool[last - 20], small[0])
 
 
 def test_slots_and_ragged_queries(rng):

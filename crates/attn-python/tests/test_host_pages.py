@@ -40,6 +40,43 @@ def test_they_have_the_bits_of_a_cache(format, page_size, dtype):
         assert pages.attend(q, pool.reshape(-1), table, lens, q_lens=q_lens, out=out, **options) is out and np.array_equal(out, wanted)
 
 
+@pytest.mark.parametrize("format", ["int8", "int8/int4-w0", "int4-g1", "bf16"])
+def test_pages_beyond_4_gib_are_pages_like_others(format):
+    """Bytes, elements and numbers of pages beyond 32, 31 and 16 bits; the system gives memory to the pages that are touched alone."""
+    pages = attn.HostPages(format, kv_heads=KV_HEADS, dim=DIM, page_size=16)
+    last = (5 << 30) // pages.page_bytes
+    pool = np.zeros((last + 1, pages.page_bytes), np.uint8)
+    far = np.array([[last, 0, last - 1], [(1 << 32) // pages.page_bytes, (1 << 31) // pages.page_bytes, 70_000]], np.int32)
+    near, lens, q_lens = np.arange(6, dtype=np.int32).reshape(2, 3), [48, 33], [3, 17]
+    small = np.zeros((6, pages.page_bytes), np.uint8)
+    k, v, q = rows(2, sum(lens), KV_HEADS), rows(3, sum(lens), KV_HEADS), rows(4, sum(q_lens), HEADS)
+    results = []
+    for table, memory in ((near, small), (far, pool)):
+        slots = np.array([int(table[s, t // 16]) * 16 + t % 16 for s in (0, 1) for t in range(lens[s])])
+        pages.append_slots(k, v, memory, slots)
+        results.append(pages.attend(q, memory, table, lens, q_lens=q_lens, return_lse=True))
+    assert np.array_equal(pool[far.ravel()], small)
+    for given, wanted in zip(*results):
+        assert np.array_equal(given, wanted)
+
+
+@pytest.mark.parametrize("format, page_size", [("int8", 16), ("int8/int4-w0", 32), ("int4-g1", 64), ("bf16", 128)])
+def test_what_no_token_has_written_changes_no_bit(format, page_size):
+    """Tails of pages, pages of nobody and entries of the table behind a sequence's last page hold NaN, as codes and as scales."""
+    pages, pool, table, lens, _ = two_sequences(format, page_size)
+    poisoned = np.full((3 * table.size, pages.page_bytes), 0xFF, np.uint8)
+    slots = np.array([int(table[s, t // page_size]) * page_size + t % page_size for s in (0, 1) for t in range(lens[s])])
+    pages.append_slots(rows(2, sum(lens), KV_HEADS), rows(3, sum(lens), KV_HEADS), poisoned, slots)
+    behind = np.concatenate([table, np.full_like(table, 2 * table.size)], axis=1)
+    behind[1, -(-lens[1] // page_size) :] = -1
+    for q_lens, options in (([1, 1], {}), ([20, 17], {"window_left": 20, "sinks": [0.5] * HEADS}), ([3, 3], {"causal": False})):
+        q = rows(4, sum(q_lens), HEADS)
+        wanted = pages.attend(q, pool, table, lens, q_lens=q_lens, return_lse=True, **options)
+        given = pages.attend(q, poisoned, behind, lens, q_lens=q_lens, return_lse=True, **options)
+        for a, b in zip(given, wanted):
+            assert np.isfinite(a).all() and np.array_equal(a, b)
+
+
 def test_a_negative_slot_is_nowhere():
     pages, pool, _, _, _ = two_sequences("int8", 16)
     k, v = rows(5, 3, KV_HEADS), rows(6, 3, KV_HEADS)

@@ -1,6 +1,7 @@
 //! `cargo xtask COMMAND`: the habits of this repository; `USAGE` lists them.
 
 mod behind;
+mod bugs;
 mod circles;
 mod fuzz;
 mod header;
@@ -31,6 +32,7 @@ const USAGE: &str = "usage: cargo xtask COMMAND
                            feeds random input to every door, with checks of overflow and assertions
   gpu [--images] [--quick] collects in gpu-bin/ what .ci/gpu needs on a machine with a GPU, a driver and NVRTC;
                            --images compiles the kernels here, --quick leaves out the program attn
+  hub [--built | --check]  a repository for Hugging Face's Hub, from the wheels in target/wheels or the tests' extension, into target/hub; check: load it
   header [--check]         writes the header of crates/attn-c again from its sources
   kernels                  compiles the CUDA kernels for sm_80 and sm_90a: no stack frames, tensor-core instructions
   mutants [--help]         changes one expression at a time, and sees whether a test fails
@@ -43,7 +45,7 @@ const USAGE: &str = "usage: cargo xtask COMMAND
                            headers, libraries, pkg-config and CMake files for C and C++, into target/tarball; built: of the tests' library
   wheel                    builds the Python package for machines without Rust, into target/wheels
   words                    finds words that docs/architecture.md's glossary has replaced, variables that docs/variables.md lacks,
-                           and files that a document names and that do not exist";
+                           files that a document names and that do not exist, and rows of docs/others-bugs.md without a test";
 
 fn main() -> Result<()> {
     let arguments: Vec<String> = env::args().skip(1).collect();
@@ -59,6 +61,7 @@ fn main() -> Result<()> {
             Ok(())
         }
         Some("header") => header::run(&root(), has("--check")),
+        Some("hub") => script("hub", &arguments[1..]),
         Some("kernels") => script("kernels", &arguments[1..]),
         Some("mutants") => mutants::main(&arguments[1..]),
         Some("package") => {

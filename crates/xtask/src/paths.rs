@@ -46,12 +46,7 @@ impl Paths {
 
     /// Whether a path is `name`, or ends with it: documents leave out what their context says.
     fn has(&self, name: &str) -> bool {
-        let name = name.trim_end_matches('/');
-        let ends = |path: &String| {
-            let head = path.strip_suffix(name);
-            head.is_some_and(|head| head.is_empty() || head.ends_with('/'))
-        };
-        self.0.iter().any(ends)
+        self.0.iter().any(|path| is_named(path, name))
     }
 
     /// Whether a link of a document leads to a path.
@@ -68,6 +63,12 @@ impl Paths {
         }
         self.0.contains(&parts.join("/"))
     }
+}
+
+/// Whether a path is `name`, or ends with it.
+pub fn is_named(path: &str, name: &str) -> bool {
+    let head = path.strip_suffix(name.trim_end_matches('/'));
+    head.is_some_and(|head| head.is_empty() || head.ends_with('/'))
 }
 
 /// The lines of a document outside its blocks of code, with their numbers.

@@ -61,12 +61,13 @@ pub fn run(root: &Path) -> Result<()> {
     }
     found.extend(undocumented(root, &files)?);
     found.extend(crate::paths::missing(root, &files, &retired.outside));
+    found.extend(crate::bugs::missing(root, &files));
     for place in &found {
         println!("{place}");
     }
     ensure!(
         found.is_empty(),
-        "{} retired words, undocumented variables or paths that do not exist",
+        "{} retired words, undocumented variables, or paths and tests that do not exist",
         found.len()
     );
     println!(
