@@ -1,13 +1,26 @@
-//! The library's errors as Python's: each kind is a class of `attn._errors`, and the message is the library's own sentence.
+//! The library's errors as Python's: each kind is a class of the package's `_errors`, and the message is the library's own sentence.
+
+use std::sync::OnceLock;
 
 use attn::{Error, ErrorKind, Unsupported};
 use pyo3::{exceptions::PyRuntimeError, prelude::*};
 
-/// An error of the class of this name in `attn._errors`.
+/// The module that has the classes: the package is `attn`, unless something else has loaded it under a name of its own, as Hugging Face's `kernels` does.
+static CLASSES: OnceLock<String> = OnceLock::new();
+
+/// Finds the classes beside the extension module.
+pub fn stand_beside(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    let name = module.name()?.to_string();
+    let package = name.rsplit_once('.').map_or("attn", |(package, _)| package);
+    let _ = CLASSES.set(format!("{package}._errors"));
+    Ok(())
+}
+
+/// An error of the class of this name in the package's `_errors`.
 fn raise(class: &str, message: String) -> PyErr {
     Python::attach(|py| {
         let made = py
-            .import("attn._errors")
+            .import(CLASSES.get().map_or("attn._errors", String::as_str))
             .and_then(|module| module.getattr(class))
             .and_then(|class| class.call1((message.clone(),)));
         match made {

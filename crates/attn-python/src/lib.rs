@@ -54,6 +54,7 @@ fn version() -> &'static str {
 
 #[pymodule]
 fn _attn(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    errors::stand_beside(module)?;
     module.add("HEAD_DIMS", attn::HEAD_DIMS)?;
     module.add_class::<cache::Cache>()?;
     module.add_class::<host_pages::HostPages>()?;

@@ -6,11 +6,20 @@ from typing import Any, Dict, Optional, Tuple
 
 import torch
 from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface
 
 from .._errors import UnsupportedError
 from ._handed import Handed, HandedRows
 from ._layer import QuantizedLayer
-from ._mask import PaddedRows, StepMask
+from ._mask import PaddedRows, StepMask, make_mask
+
+
+def use_masks(config: Any) -> None:
+    """Registers the masks of `"attn"` for a model that has its attention under another name: transformers names a repository's by the repository, and gives
+    it the masks of `"sdpa"`."""
+    name = getattr(config, "_attn_implementation", None)
+    if AttentionInterface().get(name) is attention:
+        AttentionMaskInterface.register(name, make_mask)
 
 
 def attention(

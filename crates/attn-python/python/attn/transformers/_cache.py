@@ -12,6 +12,7 @@ from .._attn import HEAD_DIMS
 from .._cache import Cache
 from .._errors import ParameterError, UnsupportedError
 from .._options import count, is_fast, numbers
+from ._attention import use_masks
 from ._guard import PassGuard
 from ._layer import QuantizedLayer
 from ._mask import MaskTokens
@@ -78,6 +79,7 @@ class QuantizedCache(TransformersCache):
         super().__init__(layers=[quantized.get(index, layer) for index, layer in enumerate(layers)])
         self.format = format
         self._guard = PassGuard(self.layers, quantized, decoder)
+        use_masks(decoder)
 
     @property
     def nbytes(self) -> int:
