@@ -9,7 +9,9 @@ use std::{
     thread,
 };
 
-use attn_core::{DecodeAttention, DecodeStep, Error, KvCache, KvSource, Scheme, Unsupported};
+use attn_core::{
+    DecodeAttention, DecodeStep, Error, KvCache, KvFormat, KvSource, Scheme, Unsupported,
+};
 
 use crate::{
     case::{Build, Case, Inputs},
@@ -131,9 +133,17 @@ fn queries(backend: &dyn DecodeAttention, case: &Case) -> &'static [Queries] {
     }
 }
 
-/// Whether the arithmetic fixes every bit of the answer: integer arithmetic anywhere, float arithmetic on the CPU.
+/// Whether the arithmetic fixes every bit of a format's answers on a backend: in integers anywhere, in floats on the CPU.
+#[must_use]
+pub fn are_bits_specified(backend: &str, format: KvFormat) -> bool {
+    format.is_integer() || backend == "cpu"
+}
+
+/// Whether every bit of a case's answer is specified.
 fn is_exact(backend: &dyn DecodeAttention, case: &Case) -> bool {
-    is_in_integers(case) || backend.device().backend == "cpu"
+    let name = backend.device().backend;
+    let is_fast = name != "cpu" && case.problem.may_use_floats(case.format);
+    are_bits_specified(name, case.format) && !is_fast
 }
 
 /// Whether every backend answers a case in the integer arithmetic.

@@ -1,5 +1,5 @@
 //! `attn-eval plot`: latency over context, share of the read ceiling over cache size, time over query rows, and rate over prompt length, as one
-//! SVG file.
+//! SVG file; or divergence over bytes per token.
 
 mod curves;
 mod fidelity;
@@ -20,14 +20,15 @@ use plotters::{
 };
 use style::{Area, COLOURS, DASHES, Mark, draw_key};
 
-use crate::recorded::{Recorded, read};
+use crate::recorded::{Figures, Recorded, read};
 
 /// What `attn-eval plot` reads and writes.
 #[derive(clap::Args)]
 pub struct PlotArgs {
-    /// The figures: what `attn bench --json` printed, or a CSV file with the columns shape, us and read_us.
+    /// The figures: what `attn bench --json` printed, or a CSV file with the columns shape, us and read_us, or kv, bytes_per_token and kl_x1000.
     file: PathBuf,
-    /// The SVG file to write: latency over context, share of the read over cache size, time over query rows, TFLOP/s over prompt length.
+    /// The SVG file to write: latency over context, share of the read over cache size, time over query rows, TFLOP/s over prompt length; or
+    /// divergence over bytes per token.
     svg: PathBuf,
     /// Replace the SVG file if it exists.
     #[arg(long)]
@@ -37,8 +38,11 @@ pub struct PlotArgs {
 /// Draws the figures of a file.
 pub fn plot(args: &PlotArgs) -> Result<()> {
     let target = Target::new(&args.svg, args.force, Some(&args.file))?;
-    let Recorded { devices, rows } = read(&args.file)?;
-    target.write(svg(&devices, &rows)?.as_bytes())
+    let text = match read(&args.file)? {
+        Figures::Times(Recorded { devices, rows }) => svg(&devices, &rows)?,
+        Figures::Divergences(all) => fidelity::divergences(&all)?,
+    };
+    target.write(text.as_bytes())
 }
 
 /// Pixels beside a chart for its legend.

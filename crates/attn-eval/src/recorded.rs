@@ -1,14 +1,34 @@
-//! Figures of earlier runs: what `attn bench --json` printed, or a CSV file with the columns `shape`, `us` and `read_us`.
+//! Figures of earlier runs: what `attn bench --json` printed, or a CSV file with the columns `shape`, `us` and `read_us`, or `kv`, `bytes_per_token` and
+//! `kl_x1000`.
 
 use std::{fs, path::Path};
 
 use anyhow::{Context, Result, anyhow, ensure};
 use attn_bench::{Measured, Timing, Workload, workloads};
-use attn_cli::measured::{Figures, Row};
+use attn_cli::measured::{self, Row};
 use serde_json::Value;
 
-/// The columns that a file must have, in any order and beside any others.
-const COLUMNS: [&str; 3] = ["shape", "us", "read_us"];
+/// The columns that a file must have, in any order and beside any others: of times, and of divergences.
+const TIMES: [&str; 3] = ["shape", "us", "read_us"];
+const DIVERGENCES: [&str; 3] = ["kv", "bytes_per_token", "kl_x1000"];
+
+/// What a file holds.
+pub enum Figures {
+    /// Microseconds of workloads.
+    Times(Recorded),
+    /// What formats do to a model.
+    Divergences(Vec<Divergence>),
+}
+
+/// What a format does to a model's predictions.
+pub struct Divergence {
+    /// The format, or f32.
+    pub name: String,
+    /// Bytes of one token's K and V in all layers and heads.
+    pub bytes_per_token: f64,
+    /// The mean divergence from f32, times 1000.
+    pub kl_x1000: f64,
+}
 
 /// Rows of figures in a file's order, and the names of the devices that they are of.
 #[derive(Default)]
@@ -20,17 +40,41 @@ pub struct Recorded {
 }
 
 /// Reads a file.
-pub fn read(path: &Path) -> Result<Recorded> {
+pub fn read(path: &Path) -> Result<Figures> {
     let reading = || format!("reading {}", path.display());
     let text = fs::read_to_string(path).with_context(reading)?;
     if text.trim_start().starts_with('[') {
-        return from_json(&text).with_context(reading);
+        return Ok(Figures::Times(from_json(&text).with_context(reading)?));
+    }
+    let head = text.lines().next().unwrap_or_default();
+    if head.split(',').any(|name| name == DIVERGENCES[2]) {
+        let all = csv(&text, DIVERGENCES, |[name, bytes, kl]| {
+            Ok(Divergence {
+                name: name.to_owned(),
+                bytes_per_token: number(bytes, "bytes")?,
+                kl_x1000: number(kl, "nats")?,
+            })
+        });
+        return Ok(Figures::Divergences(all.with_context(reading)?));
     }
     let name = path.file_stem().unwrap_or_default().to_string_lossy();
-    Ok(Recorded {
+    Ok(Figures::Times(Recorded {
         devices: vec![name.into_owned()],
         rows: from_csv(&text).with_context(reading)?,
+    }))
+}
+
+fn from_csv(text: &str) -> Result<Vec<Row>> {
+    let all = workloads();
+    csv(text, TIMES, |[shape, us, read_us]| {
+        let [us, read_us] = [us, read_us].map(|text| number(text, "microseconds"));
+        row(&all, 0, shape, us?, read_us?)
     })
+}
+
+fn number(text: &str, what: &str) -> Result<f64> {
+    text.parse::<f64>()
+        .with_context(|| format!("{text} is no number of {what}"))
 }
 
 /// The row of a workload that took `us`, and whose plain read took `read_us`.
@@ -50,20 +94,20 @@ fn row(all: &[Workload], device: usize, shape: &str, us: f64, read_us: f64) -> R
     Ok(Row {
         device,
         workload: workload.clone(),
-        outcome: Ok(Figures::new(measured, true)),
+        outcome: Ok(measured::Figures::new(measured, true)),
         peak: None,
     })
 }
 
-fn from_csv(text: &str) -> Result<Vec<Row>> {
+/// What `of` makes of these columns of each line.
+fn csv<T>(text: &str, columns: [&str; 3], of: impl Fn([&str; 3]) -> Result<T>) -> Result<Vec<T>> {
     let mut lines = text.lines();
     let head: Vec<&str> = lines.next().unwrap_or_default().split(',').collect();
-    let mut places = [0; COLUMNS.len()];
-    for (place, column) in places.iter_mut().zip(COLUMNS) {
+    let mut places = [0; 3];
+    for (place, column) in places.iter_mut().zip(columns) {
         let found = head.iter().position(|name| *name == column);
         *place = found.with_context(|| format!("its first line names no column {column}"))?;
     }
-    let all = workloads();
     let of_line = |line: &str| {
         let cells: Vec<&str> = line.split(',').collect();
         ensure!(
@@ -72,12 +116,7 @@ fn from_csv(text: &str) -> Result<Vec<Row>> {
             cells.len(),
             head.len()
         );
-        let [shape, us, read_us] = places.map(|place| cells[place]);
-        let number = |us: &str| {
-            us.parse::<f64>()
-                .with_context(|| format!("{us} is no number of microseconds"))
-        };
-        row(&all, 0, shape, number(us)?, number(read_us)?)
+        of(places.map(|place| cells[place]))
     };
     let numbered = (2..).zip(lines);
     numbered

@@ -33,6 +33,26 @@ fn plot_draws_what_was_measured() {
 }
 
 #[test]
+fn plot_draws_divergences_of_formats_over_their_bytes() {
+    let folder = Folder::new();
+    let (figures, chart) = (folder.path("figures.csv"), folder.path("chart.svg"));
+    fs::write(
+        &figures,
+        "kl_x1000,kv,bytes_per_token\n0,f32,46080\n0.5,int8,11880\n2.6,int4,6120\n",
+    )
+    .unwrap();
+    printed(&["plot", &figures, &chart]);
+    let svg = fs::read_to_string(&chart).unwrap();
+    for part in ["int8", "int4", "KL × 1000", "</svg>"] {
+        assert!(svg.contains(part), "{part} is not in {svg}");
+    }
+    assert!(!svg.contains("f32"), "f32 has no place on the axes: {svg}");
+    fs::write(&figures, "kv,bytes_per_token,kl_x1000\nint8,many,1").unwrap();
+    let plot = ["plot", &figures, &chart, "--force"];
+    refused(&run(&plot), &["line 2", "many is no number of bytes"]);
+}
+
+#[test]
 fn an_existing_chart_is_replaced_only_by_force() {
     let folder = Folder::new();
     let (figures, chart) = (measured(&folder), folder.path("chart.svg"));

@@ -1,16 +1,27 @@
-//! `attn-eval perplexity --plot`: the divergence of the next token over bytes per token, a mark for each format.
+//! `attn-eval perplexity --plot`, and `attn-eval plot` of its figures: the divergence of the next token over bytes per token, a mark for each format.
 
 use anyhow::{Result, anyhow, ensure};
 use attn_llm::Fidelity;
 use plotters::prelude::*;
 
 use super::{COLOURS, bounds, short};
+use crate::recorded::Divergence;
 
 /// Draws the formats whose divergence is more than zero, as an SVG file.
 pub fn fidelity(results: &[Fidelity]) -> Result<String> {
-    let points: Vec<(f64, f64, String)> = results
+    let of = |r: &Fidelity| Divergence {
+        name: r.name(),
+        bytes_per_token: r.bytes_per_token,
+        kl_x1000: r.mean_kl * 1e3,
+    };
+    divergences(&results.iter().map(of).collect::<Vec<_>>())
+}
+
+/// Draws those that are more than zero, as an SVG file.
+pub(super) fn divergences(all: &[Divergence]) -> Result<String> {
+    let points: Vec<(f64, f64, String)> = all
         .iter()
-        .map(|r| (r.bytes_per_token, r.mean_kl * 1e3, r.name()))
+        .map(|d| (d.bytes_per_token, d.kl_x1000, d.name.clone()))
         .filter(|(bytes, kl, _)| bytes.is_normal() && kl.is_normal() && *kl > 0.0)
         .collect();
     ensure!(

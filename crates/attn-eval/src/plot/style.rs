@@ -4,18 +4,19 @@ use plotters::{coord::Shift, prelude::*};
 
 use super::curves::Curve;
 
-/// The colours of formats, in the order in which the formats come.
+/// The colours of formats, in the order in which the formats come: those of Okabe and Ito that stand out from white, and others beside them, which eyes that
+/// lack a kind of cones tell apart, too.
 pub(super) const COLOURS: [RGBColor; 10] = [
-    RGBColor(0x1f, 0x77, 0xb4),
-    RGBColor(0xd6, 0x27, 0x28),
-    RGBColor(0x2c, 0xa0, 0x2c),
-    RGBColor(0xff, 0x7f, 0x0e),
-    RGBColor(0x94, 0x67, 0xbd),
-    RGBColor(0x8c, 0x56, 0x4b),
-    RGBColor(0xe3, 0x77, 0xc2),
-    RGBColor(0x17, 0xbe, 0xcf),
-    RGBColor(0xbc, 0xbd, 0x22),
-    RGBColor(0x7f, 0x7f, 0x7f),
+    RGBColor(0, 114, 178),
+    RGBColor(213, 94, 0),
+    RGBColor(0, 158, 115),
+    RGBColor(230, 159, 0),
+    RGBColor(0, 0, 0),
+    RGBColor(86, 180, 233),
+    RGBColor(204, 121, 167),
+    RGBColor(120, 120, 120),
+    RGBColor(110, 20, 70),
+    RGBColor(170, 160, 60),
 ];
 
 /// An area of the SVG file.

@@ -236,6 +236,75 @@ fn formats_and_devices_are_told_apart_without_colour() {
     assert_eq!(polygons(&two).len(), polygons(&one).len() + 2 * 2 + 1);
 }
 
+/// A colour as eyes without the long, the middle or the short cones see it, in CIE Lab under daylight: the matrices of Machado, Oliveira and Fernandes (2009)
+/// over linear sRGB, or `None` for all cones.
+fn seen(colour: RGBColor, lacking: Option<[[f64; 3]; 3]>) -> [f64; 3] {
+    let linear = [colour.0, colour.1, colour.2].map(|c| {
+        let c = f64::from(c) / 255.0;
+        match c <= 0.04045 {
+            true => c / 12.92,
+            false => ((c + 0.055) / 1.055).powf(2.4),
+        }
+    });
+    let times = |m: [[f64; 3]; 3], x: [f64; 3]| {
+        m.map(|row| row.iter().zip(x).map(|(a, b)| a * b).sum::<f64>())
+    };
+    let rgb = lacking.map_or(linear, |m| times(m, linear).map(|x| x.clamp(0.0, 1.0)));
+    let xyz = times(
+        [
+            [0.412_456, 0.357_576, 0.180_437],
+            [0.212_673, 0.715_152, 0.072_175],
+            [0.019_334, 0.119_192, 0.950_304],
+        ],
+        rgb,
+    );
+    let white = [0.950_47, 1.0, 1.088_83];
+    let [x, y, z] = std::array::from_fn(|i| match xyz[i] / white[i] {
+        t if t > 0.008_856 => t.cbrt(),
+        t => (903.3 * t + 16.0) / 116.0,
+    });
+    [116.0 * y - 16.0, 500.0 * (x - y), 200.0 * (y - z)]
+}
+
+/// A difference of 2.3 is just noticed by people with all cones.
+#[test]
+fn colours_are_told_apart_by_eyes_that_lack_a_kind_of_cones() {
+    let protan = [
+        [0.152_286, 1.052_583, -0.204_868],
+        [0.114_503, 0.786_281, 0.099_216],
+        [-0.003_882, -0.048_116, 1.051_998],
+    ];
+    let deutan = [
+        [0.367_322, 0.860_646, -0.227_968],
+        [0.280_085, 0.672_501, 0.047_413],
+        [-0.011_820, 0.042_940, 0.968_881],
+    ];
+    let tritan = [
+        [1.255_528, -0.076_749, -0.178_779],
+        [-0.078_411, 0.930_809, 0.147_602],
+        [0.004_733, 0.691_367, 0.303_900],
+    ];
+    for lacking in [None, Some(protan), Some(deutan), Some(tritan)] {
+        let all = COLOURS.map(|colour| seen(colour, lacking));
+        for (i, a) in all.iter().enumerate() {
+            for (j, b) in all[..i].iter().enumerate() {
+                let apart = a
+                    .iter()
+                    .zip(b)
+                    .map(|(a, b)| (a - b).powi(2))
+                    .sum::<f64>()
+                    .sqrt();
+                // A chart of few formats has the first ones alone.
+                let least = if i < 6 { 15.0 } else { 10.0 };
+                assert!(
+                    apart > least,
+                    "colours {j} and {i} differ by {apart:.1}: {lacking:?}"
+                );
+            }
+        }
+    }
+}
+
 #[test]
 fn marks_stand_where_their_figures_belong() {
     let svg = svg(&devices(), &rows()).unwrap();
