@@ -17,13 +17,14 @@ pub(super) struct Curve {
 const UNMASKED: usize = 2;
 const FAST: usize = 1;
 
-/// Whether the row is a plain decode step of sequences of one length.
+/// Whether the row is a plain decode step of sequences of one length, by a plan for that length.
 pub(super) fn plain(row: &Row) -> bool {
     let workload = &row.workload;
     let lens = &workload.problem.kv_lens;
     workload.operation == Operation::Decode
         && workload.cache == CacheLayout::Pages
         && workload.problem.head_dim == HeadDim::same(128)
+        && workload.planned == 0
         && lens.windows(2).all(|pair| pair[0] == pair[1])
 }
 

@@ -6,7 +6,7 @@ use super::curves::Curve;
 
 /// The colours of formats, in the order in which the formats come: those of Okabe and Ito that stand out from white, and others beside them, which eyes that
 /// lack a kind of cones tell apart, too.
-pub(super) const COLOURS: [RGBColor; 10] = [
+pub(super) const COLOURS: [RGBColor; 11] = [
     RGBColor(0, 114, 178),
     RGBColor(213, 94, 0),
     RGBColor(0, 158, 115),
@@ -17,6 +17,7 @@ pub(super) const COLOURS: [RGBColor; 10] = [
     RGBColor(120, 120, 120),
     RGBColor(110, 20, 70),
     RGBColor(170, 160, 60),
+    RGBColor(225, 45, 240),
 ];
 
 /// An area of the SVG file.
@@ -29,7 +30,7 @@ pub(super) const DASHES: [Option<(u32, u32)>; 4] =
 /// The mark of a format's points, by which lines are told apart without colour.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct Mark {
-    /// Corners on a circle of [`MARK_RADIUS`] pixels, `(x, y)`.
+    /// Corners on a circle of at most [`MARK_RADIUS`] pixels, `(x, y)`.
     corners: [Offset; 8],
     pub count: usize,
     filled: bool,
@@ -44,13 +45,18 @@ const MARK_RADIUS: f64 = 5.0;
 const KEY_WIDTH: i32 = 40;
 
 impl Mark {
-    /// Triangles, squares, diamonds, pentagons and octagons, first filled and then open: one for each colour.
+    /// Triangles, squares, diamonds, pentagons and octagons, first filled, then open, then small: one for each colour.
     pub fn of(index: usize) -> Self {
         // Corners, and the turn of the first one in eighths of a circle.
         let (count, turn) = [(8, 0.5), (4, 1.0), (3, 2.0), (4, 0.0), (3, -2.0)][index % 5];
+        let radius = if index < 10 {
+            MARK_RADIUS
+        } else {
+            0.6 * MARK_RADIUS
+        };
         let corner = |i: usize| {
             let angle = (turn / 8.0 + i as f64 / count as f64) * std::f64::consts::TAU;
-            let [x, y] = [angle.cos(), -angle.sin()].map(|x| (x * MARK_RADIUS).round() as i32);
+            let [x, y] = [angle.cos(), -angle.sin()].map(|x| (x * radius).round() as i32);
             (x, y)
         };
         Mark {

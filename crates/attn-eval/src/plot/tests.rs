@@ -366,6 +366,7 @@ fn only_decode_steps_from_pages_of_equal_sequences_of_128_dims_are_drawn() {
     assert!(!with(|w| w.problem.kv_lens = vec![6, 5, 5]));
     assert!(!with(|w| w.problem.head_dim = 64.into()));
     assert!(!with(|w| w.problem.head_dim = (192, 128).into()));
+    assert!(!with(|w| w.planned = 131_072));
     assert!(!with(|w| w.cache = CacheLayout::Bnsh));
     assert!(!with(|w| w.operation = Operation::Append));
 }
