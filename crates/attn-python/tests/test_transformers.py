@@ -196,6 +196,19 @@ def test_tokens_are_taken_back_from_a_sliding_layer_or_it_says_why_not():
             cache.batch_repeat_interleave(2)
 
 
+@pytest.mark.parametrize("format", ["int8", "int4"])
+@pytest.mark.parametrize("kind", ["llama", "mistral"])
+def test_taking_back_more_tokens_than_there_are_leaves_none(kind, format):
+    config, _, ours = pair(kind)
+    cache, p = QuantizedCache(config, format), prompt(2, 30, seed=3)
+    with torch.no_grad():
+        ours(prompt(2, 40), **given(cache))
+        cache.crop(-1000)
+        assert cache.get_seq_length() == 0
+        assert torch.equal(ours(p, **given(cache)).logits, ours(p, **given(QuantizedCache(config, format))).logits)
+    assert cache.get_seq_length() == 30
+
+
 @pytest.mark.parametrize("format", ["int4", "int8/int4"])
 def test_a_row_goes_back_to_a_checkpoint_and_no_layer_does_between_two(format):
     """Kills checkpoints that do not reach the layers, and a crop that some of them take and others refuse."""
