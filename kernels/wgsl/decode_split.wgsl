@@ -109,6 +109,18 @@ fn base_of(tile: u32, r: u32) -> f32 {
 #include "values.wgsl"
 #include "fold.wgsl"
 
+// The first position that a query token at a position sees, by its window and its chunk.
+fn first_position(position: i32) -> i32 {
+    var first = 0;
+    if params.window_left >= 0 {
+        first = position - params.window_left;
+    }
+    if params.chunk > 0 {
+        first = max(first, position - max(position, 0) % params.chunk);
+    }
+    return first;
+}
+
 // The workgroup's split and rows, the tokens that each row sees, and the tiles of the split that any row sees.
 #def find_work(): workgroup, lane -> split, head, row0, first_query, num_queries, position_0, kv_len, pages_at, residuals_at, last, num_rows, num_pairs, tile, tile_end, sequence
 let split = workgroup.x + workgroup.z * params.grid_x;
@@ -143,10 +155,7 @@ if lane < $(R)u {
     if params.causal != 0u {
         end = clamp(position + 1, 0, i32(kv_len));
     }
-    var first = 0;
-    if params.window_left >= 0 {
-        first = clamp(position - params.window_left, 0, end);
-    }
+    let first = clamp(first_position(position), 0, end);
     row_sees[lane] = vec2<u32>(u32(first), select(0u, u32(end - first), row < rows));
 #if ALIBI
     let h = head * params.heads_per_kv + min(row, rows - 1u) % params.heads_per_kv;
@@ -163,9 +172,7 @@ var tile_end = min((index + 1u) * $(4 / PER_SEGMENT)u, num_tiles);
         let seen_end = clamp(position_0 + i32(last_row / params.heads_per_kv) + 1, 0, i32(kv_len));
         tile_end = min(tile_end, u32(seen_end + 63) / 64u);
     }
-    if params.window_left >= 0 {
-        tile = max(tile, u32(max(position_0 + i32(row0 / params.heads_per_kv) - params.window_left, 0)) / 64u);
-    }
+    tile = max(tile, u32(max(first_position(position_0 + i32(row0 / params.heads_per_kv)), 0)) / 64u);
 }
 #end
 

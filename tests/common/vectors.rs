@@ -3,7 +3,7 @@
 
 use std::{collections::HashMap, fs, path::Path};
 
-use attn_core::{CacheConfig, Heads, KvCache, KvFormat};
+use attn_core::{CacheConfig, HeadDim, Heads, KvCache, KvFormat};
 
 use crate::VECTORS;
 
@@ -63,12 +63,13 @@ pub fn cache(
     new: impl FnOnce(&CacheConfig) -> KvCache,
 ) -> KvCache {
     let number = |key: &str| settings[key].parse::<usize>().unwrap();
-    let (dim, heads, tokens) = (number("head_dim"), number("heads"), number("tokens"));
+    let (heads, tokens) = (number("heads"), number("tokens"));
+    let head_dim: HeadDim = settings["head_dim"].replace(',', "/").parse().unwrap();
     let format = KvFormat {
         k: settings["k"].parse().unwrap(),
         v: settings["v"].parse().unwrap(),
     };
-    let all = Heads::new(heads, heads, dim);
+    let all = Heads::new(heads, heads, head_dim);
     let mut config = CacheConfig::builder(format, all)
         .centres(settings.contains_key("centres"))
         .unit_tensor_scales()
@@ -79,7 +80,7 @@ pub fn cache(
         scales.fill(0.125);
     }
     let mut cache = new(&config);
-    let row = heads * dim;
+    let rows = head_dim.both().map(|dim| heads * dim);
     let [k, v] = [(0, format.k), (1, format.v)].map(|(side, scheme)| -> Vec<f32> {
         let factor = |t| {
             if side == 0 {
@@ -95,14 +96,15 @@ pub fn cache(
                 0.0
             }
         };
+        let (row, dim) = (rows[side], head_dim.both()[side]);
         let value = |i: usize| {
             value(side, i % row / dim, i / row, i % dim) * factor(i / row) + bias(i % dim)
         };
         let values = (0..tokens * row).map(value);
         values.map(|x| x.min(scheme.max_magnitude())).collect()
     });
-    let step = (step * row).max(row);
-    for (k, v) in k.chunks(step).zip(v.chunks(step)) {
+    let [of_k, of_v] = rows.map(|row| step.max(1) * row);
+    for (k, v) in k.chunks(of_k).zip(v.chunks(of_v)) {
         cache.append(0, k, v).unwrap();
     }
     cache

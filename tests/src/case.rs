@@ -164,6 +164,7 @@ impl Case {
         let modifiers = [
             ("noncausal", !p.scores.causal),
             ("window", p.scores.window_left.is_some()),
+            ("chunk", p.scores.chunk.is_some()),
             ("softcap", p.scores.softcap.is_some()),
             ("alibi", p.scores.alibi_slopes.is_some()),
             ("sinks", p.scores.sinks.is_some()),
@@ -491,6 +492,9 @@ impl fmt::Display for Case {
         }
         if !p.scores.causal {
             f.write_str(", not causal")?;
+        }
+        if let Some(chunk) = p.scores.chunk {
+            write!(f, ", chunk {chunk}")?;
         }
         if let Some(window) = p.scores.window_left {
             write!(f, ", window {window}")?;

@@ -182,7 +182,8 @@ pub fn decode_rows(
     source: KvSource<'_>,
 ) -> Result<Rows, Error> {
     let plan = backend.plan(&case.problem, case.format)?;
-    let (mut out, mut lse) = (vec![f32::NAN; q.len()], vec![f32::NAN; case.problem.rows()]);
+    let mut out = vec![f32::NAN; case.problem.out_elements()];
+    let mut lse = vec![f32::NAN; case.problem.rows()];
     let mut step = DecodeStep::new(&plan, q, source, &mut out)?.with_lse(&mut lse)?;
     backend.decode(&mut step)?;
     Ok((out, lse))

@@ -1,6 +1,7 @@
 //! The table of cases that every backend runs.
 
 mod centres;
+mod chunks;
 mod kept;
 mod wide;
 
@@ -133,6 +134,7 @@ fn reduced(table: &mut Table) {
     kept::taken_back(table);
     centres::few(table);
     wide::few(table);
+    chunks::few(table);
 }
 
 /// Scores up to twice as far as the grid reaches, so that rows are on it in some tiles and off it in others; and rows without a step, whose scores are 0,
@@ -296,6 +298,7 @@ fn full(table: &mut Table) {
     kept::first_tiles(table);
     centres::all(table);
     wide::all(table);
+    chunks::all(table);
 }
 
 /// A sink for each query head: ordinary ones, one that outweighs all tokens, one that none of them shows, and one that GPUs flush.

@@ -24,9 +24,14 @@ const FORMATS: [(&[&str], &str); 3] = [
 type Line = (&'static str, [&'static str; 3], &'static [Test]);
 type Test = (&'static str, &'static str);
 
-const LINES: [Line; 9] = [
+const LINES: [Line; 10] = [
     (
-        "any number of query tokens for each sequence; windows, soft cap, ALiBi, sinks",
+        "heads of 64 to 576 dims, those of K and of V apart; up to 128 query heads over a KV head",
+        ["yes", "above 256 dims in integer formats", "yes"],
+        &[("tests/src/table/wide.rs", "fn all(")],
+    ),
+    (
+        "any number of query tokens for each sequence; windows, chunks, soft cap, ALiBi, sinks",
         ["yes", "yes", "yes"],
         &[("tests/conformance/main.rs", "trials.cases(")],
     ),

@@ -18,8 +18,8 @@ fn decoded_bits_equal_the_golden_vectors() {
     while let Some(header) = lines.next() {
         let mut settings = settings(header);
         let kv_len: usize = settings["kv_len"].parse().unwrap();
+        settings.entry("head_dim").or_insert("64");
         settings.extend([
-            ("head_dim", "64"),
             ("page_size", "64"),
             ("heads", "1"),
             ("tokens", settings["kv_len"]),
@@ -27,7 +27,8 @@ fn decoded_bits_equal_the_golden_vectors() {
         let cache = cache(&settings, kv_len, |config| {
             CpuBackend::new().create_cache(config).unwrap()
         });
-        let mut problem = Problem::new(Heads::new(2, 1, 64), vec![kv_len]);
+        let dim = cache.config().head_dim;
+        let mut problem = Problem::new(Heads::new(2, 1, dim), vec![kv_len]);
         problem.scores.softcap = settings["softcap"].parse().ok();
         problem.scores.window_left = settings["window"].parse().ok();
         let slope: Option<f32> = settings["alibi"].parse().ok();
@@ -35,8 +36,9 @@ fn decoded_bits_equal_the_golden_vectors() {
         let sinks = settings.get("sinks").map(|sinks| sinks.split(','));
         problem.scores.sinks = sinks.map(|sinks| sinks.map(|sink| sink.parse().unwrap()).collect());
         let factor: f32 = settings.get("query").map_or(1.0, |x| x.parse().unwrap());
-        let token: Vec<f32> = (0..128)
-            .map(|i| (((i % 64) * 37 + i / 64 * 11 + 5) % 129 - 64) as f32 / 64.0 * factor)
+        let element = |i: usize| ((i % dim.k) * 37 + i / dim.k * 11 + 5) % 129;
+        let token: Vec<f32> = (0..2 * dim.k)
+            .map(|i| (element(i) as f32 - 64.0) / 64.0 * factor)
             .collect();
         // The row of the first query token is golden; the others ask the same, so that it has neighbours which see more.
         let q_len = settings.get("q_len").map_or(1, |x| x.parse().unwrap());
@@ -55,21 +57,21 @@ fn decoded_bits_equal_the_golden_vectors() {
             [("reference", &reference), ("cpu", &cpu)];
         for (name, backend) in backends {
             let plan = backend.plan(&problem, cache.config().format).unwrap();
-            let (mut out, mut lse) = (vec![f32::NAN; q.len()], vec![f32::NAN; 2 * q_len]);
+            let (mut out, mut lse) = (vec![f32::NAN; 2 * q_len * dim.v], vec![f32::NAN; 2 * q_len]);
             let kv = KvSource::Cache(&cache);
             let mut step = DecodeStep::new(&plan, &q, kv, &mut out)
                 .and_then(|step| step.with_lse(&mut lse))
                 .unwrap();
             backend.decode(&mut step).unwrap();
             for head in 0..2 {
-                let got = [&out[head * 64..][..64], &lse[head..][..1]].concat();
+                let got = [&out[head * dim.v..][..dim.v], &lse[head..][..1]].concat();
                 let found = first_difference(&format!("head {head}: "), &got, &want[head]);
                 assert_eq!(found, None, "{name}, {header}");
             }
         }
         cases += 1;
     }
-    assert_eq!(cases, 40);
+    assert_eq!(cases, 44);
 }
 
 #[test]

@@ -9,6 +9,7 @@ V has zeros.
 """
 
 from fractions import Fraction as F
+from math import isqrt
 
 from grid import bits, byte, from_bits, scale_point, step, units
 from make import clamp, f32, rhe, to_f16, token, value, write_or_check
@@ -324,7 +325,7 @@ def merge_sink(state, sink):  # section 7: the new maximum and sum, and the fact
 
 def prepare(q, k):
     """Section 3: q', the query's codes, and its step."""
-    c = f32(f32(F(1, 8) * LOG2_E) * (k.tensor_scale or 1))
+    c = f32(f32(F(1, isqrt(k.dim)) * LOG2_E) * (k.tensor_scale or 1))
     q = [f32(x * c) for x in q]
     if k.rotated:
         q = rotate_back(q)
@@ -409,6 +410,14 @@ CASES = [
     ("int8-plain", "int8-plain", 104, {"alibi": F(16), "window": 30, "v_halvings": (18, 0), "v_zero": (103, 104)}),
 ]
 
+# K and V of unlike dims; keys have a square of them, whose softmax scale is exact.
+CASES += [
+    ("int8", "int8", 66, {"head_dim": (64, 160), "q_len": 2}),
+    ("int4", "int8-plain", 70, {"head_dim": (256, 64)}),
+    ("int8", "int4", 70, {"head_dim": (64, 192), "sinks": [F(5, 4), F(40)]}),
+    ("int8", "int8", 20, {"head_dim": (576, 128), "centres": 1, "bias": F(5)}),
+]
+
 # Centres of K: sequences that end in the first tile, with it and behind it; keys with a bias and without; scores that count on the grid from a base far from
 # its middle, and from one beyond it; and modifiers, which need the scores of the keys themselves.
 CASES += [
@@ -426,7 +435,7 @@ CASES += [
     ]
 ]
 
-OPTIONS = ("window", "softcap", "alibi", "sinks", "query", "q_len", "v_halvings", "v_zero", "bias", "centres")
+OPTIONS = ("window", "softcap", "alibi", "sinks", "query", "q_len", "v_halvings", "v_zero", "bias", "centres", "head_dim")
 
 
 def said(case):
@@ -441,13 +450,14 @@ def said(case):
 
 
 def text():
-    lines, dim = [], 64
+    lines = []
     for k_scheme, v_scheme, kv_len, options in CASES:
         case = {**dict.fromkeys(OPTIONS), **options, "k": k_scheme, "v": v_scheme, "kv_len": kv_len}
         lines.append(said(case))
-        k, v = (Side(case[s], i, case, dim, F(1, 8) if case[s] == "int8-tensor" else None) for i, s in enumerate("kv"))
+        dims = case["head_dim"] or (64, 64)
+        k, v = (Side(case[s], i, case, dims[i], F(1, 8) if case[s] == "int8-tensor" else None) for i, s in enumerate("kv"))
         for head in range(2):
-            q = [F((d * 37 + head * 11 + 5) % 129 - 64, 64) * (case["query"] or 1) for d in range(dim)]
+            q = [F((d * 37 + head * 11 + 5) % 129 - 64, 64) * (case["query"] or 1) for d in range(k.dim)]
             out, lse = attend(case, k, v, q, case["sinks"][head] if case["sinks"] else None)
             lines.append(" ".join(f"{bits(x):08x}" for x in [*out, lse]))
     return "\n".join(lines) + "\n"

@@ -270,10 +270,10 @@ def has_residuals(i, window, page_size, tokens):
     return window > 0 and (i * page_size < 64 or i >= 64 * max(0, newest + 1 - window) // page_size)
 
 
-def pages(k, v, dim, page_size, heads, tokens, scales):
-    """Home pages, then residual pages; unwritten bytes are zero."""
+def pages(k, v, dims, page_size, heads, tokens, scales):
+    """Home pages of K and V with so many dims each, then residual pages; unwritten bytes are zero."""
     sides = [(k, k_address), (v, v_address)]
-    sizes = [part_bytes(scheme, dim, page_size) for scheme, _ in sides]
+    sizes = [part_bytes(scheme, dim, page_size) for (scheme, _), dim in zip(sides, dims)]
     run_bytes = sum(map(sum, sizes))
     count = -(-tokens // page_size)
     window = max(window_of(k), window_of(v))
@@ -284,7 +284,7 @@ def pages(k, v, dim, page_size, heads, tokens, scales):
             run, fine_run = bytearray(run_bytes), bytearray(run_bytes)
             base, fine_base = 0, 0
             for side, (scheme, address) in enumerate(sides):
-                codes_bytes, params_bytes = sizes[side]
+                (codes_bytes, params_bytes), dim = sizes[side], dims[side]
                 for t in range(i * page_size, min(tokens, (i + 1) * page_size)):
                     x = [value(side, head, t, d) for d in range(dim)]
                     codes, params = token(scheme, x, scales[side])
@@ -360,10 +360,12 @@ def lines(data):
             yield f"{at:05x}: {data[at : at + 16].hex(' ')}"
 
 
-def page_file(k, v, dim, page_size, heads, tokens):
+def page_file(k, v, dims, page_size, heads, tokens):
+    dims = dims if isinstance(dims, tuple) else (dims, dims)
+    head_dim = "/".join(map(str, dims[:1] if dims[0] == dims[1] else dims))
     scales = [F(1, 8) if s in ("fp8", "int8-tensor") else None for s in (k, v)]
-    text = [f"k={k} v={v} head_dim={dim} page_size={page_size} heads={heads} tokens={tokens}"]
-    home, residual = pages(k, v, dim, page_size, heads, tokens, scales)
+    text = [f"k={k} v={v} head_dim={head_dim} page_size={page_size} heads={heads} tokens={tokens}"]
+    home, residual = pages(k, v, dims, page_size, heads, tokens, scales)
     for i, page in enumerate(home):
         text += [f"page {i}, {len(page)} bytes", *lines(page)]
     for i, page in residual:
@@ -385,7 +387,7 @@ def row_file():
 def rotation_file():
     """Per head_dim: the input's bits are written, too, so that a reader needs no formula."""
     text = []
-    for dim in (64, 80, 96, 128, 192, 256):
+    for dim in (64, 80, 96, 128, 160, 192, 256, 320, 512, 576):
         # Of several magnitudes, so that the order of the sums shows in their last bits.
         mixed = [pow(d + 7 * dim, 5, 2**31 - 1) for d in range(dim)]
         x = [F(n % 2**24 - 2**23, 2 ** (20 + n % 7)) for n in mixed]
@@ -419,6 +421,9 @@ def main():
     # Residuals of V alone; of K's and V's groups, with windows of two lengths.
     files["int8-int4-d128.txt"] = page_file("int8", "int4", 128, 32, 1, 4)
     files["int4-r2-w4-int4-d128.txt"] = page_file("int4-r2-w4", "int4", 128, 32, 1, 35)
+    # K and V of unlike dims.
+    files["int8-d192-128.txt"] = page_file("int8", "int8", (192, 128), 16, 2, 3)
+    files["int4-g1-int4-d64-160.txt"] = page_file("int4-g1", "int4", (64, 160), 32, 1, 4)
     # A page of 128 tokens, and two of 32, between the first tile and the window have no residuals.
     files["int4-long.txt"] = page_file("int4", "int4-w0", 64, 128, 1, 400)
     files["int8-int4-long.txt"] = page_file("int8", "int4", 64, 32, 1, 260)

@@ -24,6 +24,8 @@ pub struct Modifiers {
     pub softcap: f32,
     /// Tokens that a query token sees at most, its own included; 0: all.
     pub window: usize,
+    /// Tokens of a chunk, of which a query token sees its own alone; 0: none.
+    pub chunk: usize,
     /// ALiBi: a slope for each query head, or NULL.
     pub alibi_slopes: *const f32,
     /// Attention sinks: a logit for each query head that takes part in the softmax and has no value, or NULL.
@@ -58,6 +60,7 @@ impl Modifiers {
             causal: self.flags & ATTN_NOT_CAUSAL == 0,
             softcap: given(self.softcap),
             window_left: self.window.checked_sub(1),
+            chunk: (self.chunk > 0).then_some(self.chunk),
             alibi_slopes: slopes.map(<[f32]>::to_vec),
             sinks: sinks.map(<[f32]>::to_vec),
             arithmetic: match self.flags & ATTN_FAST {

@@ -271,6 +271,7 @@ fn a_window_keeps_its_bits_when_the_tokens_before_it_are_dropped() {
     let q = values(2 * ROW, 3);
     let window = Modifiers {
         window: 100,
+        chunk: 0,
         ..PLAIN
     };
     let (mut before, mut after) = (vec![0.0; q.len()], vec![1.0; q.len()]);

@@ -229,6 +229,13 @@ impl Problem {
         self
     }
 
+    /// Sets the number of tokens of a chunk: a token sees those of its own chunk alone, as Llama 4's layers with rotary positions do.
+    #[must_use]
+    pub fn chunk(mut self, tokens: usize) -> Self {
+        self.scores.chunk = Some(tokens);
+        self
+    }
+
     /// Sets the ALiBi slope of each query head.
     #[must_use]
     pub fn alibi_slopes(mut self, slopes: impl Into<Vec<f32>>) -> Self {
@@ -409,6 +416,11 @@ impl Problem {
         }
         for b in 0..self.batch() {
             let (before, after) = (self.before(b), self.after(b));
+            if before > 0 && self.scores.chunk.is_some() {
+                let allowed =
+                    "0 with chunks, whose positions count from the sequence's first token";
+                return refuse("tokens_before", before, allowed);
+            }
             if !before.is_multiple_of(SPAN_TOKENS) {
                 let allowed = "multiples of 1024: shards ahead are of whole spans";
                 return refuse("tokens_before", before, allowed);

@@ -44,6 +44,9 @@ pub struct ScoreModifiers {
     pub softcap: Option<f32>,
     /// A token sees at most this many tokens before its own position; any number is allowed.
     pub window_left: Option<usize>,
+    /// Tokens of a chunk: a token sees those of its own chunk alone, from the last multiple of this number up to its own position on. 1 and more; positions count
+    /// from the sequence's first token.
+    pub chunk: Option<usize>,
     /// The ALiBi slope of each query head, which adds `slope·(t − position)` to the scaled score.
     pub alibi_slopes: Option<Vec<f32>>,
     /// The attention sink of each query head: a logit that takes part in the softmax and has no value. Log-sum-exps include it.
@@ -59,6 +62,7 @@ impl Default for ScoreModifiers {
             causal: true,
             softcap: None,
             window_left: None,
+            chunk: None,
             alibi_slopes: None,
             sinks: None,
             arithmetic: Arithmetic::Exact,
@@ -72,6 +76,32 @@ impl ScoreModifiers {
     pub fn scale(&self, head_dim: usize) -> f32 {
         let usual = || 1.0 / (head_dim as f32).sqrt();
         self.softmax_scale.unwrap_or_else(usual)
+    }
+
+    /// The first position that a token at `position` sees, by its window and its chunk; that of a token that stands before the sequence may be negative.
+    pub(crate) fn first_position(&self, position: isize) -> isize {
+        // Checked lengths are far below 2^30; a larger window or chunk hides no cached token, and a cast of it would wrap.
+        let signed = |x: usize| x.min(1 << 30) as isize;
+        let of_window = self
+            .window_left
+            .map_or(0, |window| position - signed(window));
+        let of_chunk = self.chunk.map_or(0, |chunk| {
+            position - position.rem_euclid(signed(chunk).max(1))
+        });
+        of_window.max(of_chunk)
+    }
+
+    /// Whether tokens are hidden for being too far before a query's position.
+    #[must_use]
+    pub fn hides_old_tokens(&self) -> bool {
+        self.window_left.is_some() || self.chunk.is_some()
+    }
+
+    /// For backends: the window and the chunk as kernels take them, which have no sequence longer than 2^20: −1 without a window, 0 without chunks.
+    #[must_use]
+    pub fn kernel_masks(&self) -> [i32; 2] {
+        let number = |x: Option<usize>, none| x.map_or(none, |x| x.min(1 << 30) as i32);
+        [number(self.window_left, -1), number(self.chunk, 0)]
     }
 
     /// Whether scores pass through a soft cap or ALiBi's slopes.
@@ -97,6 +127,21 @@ impl ScoreModifiers {
                 "softcap",
                 cap,
                 "0.001 to 1000, or none: a larger one changes no score that a model makes",
+            );
+        }
+        if let Some(chunk) = self.chunk.filter(|chunk| *chunk == 0 || !self.causal) {
+            let given = format_args!(
+                "{chunk}{}",
+                if self.causal {
+                    ""
+                } else {
+                    " without a causal mask"
+                }
+            );
+            return refuse(
+                "chunk",
+                given,
+                "1 and more tokens of causal attention, or none",
             );
         }
         let is_slope = |s: f32| s == 0.0 || (1e-20..=1e3).contains(&s.abs());

@@ -33,9 +33,8 @@ impl Problem {
 
     /// The first token that any of the last `q_len` tokens, at least one, of a sequence of `kv_len` sees; 0 where some stand before the sequence.
     pub(crate) fn first_seen(&self, q_len: usize, kv_len: usize) -> usize {
-        let position = kv_len.saturating_sub(q_len);
-        let seen = |window| position.saturating_sub(window);
-        self.scores.window_left.map_or(0, seen)
+        let position = kv_len.saturating_sub(q_len).min(1 << 30) as isize;
+        self.scores.first_position(position).max(0) as usize
     }
 
     /// For backends: the first token of the first tile of which any of the last `q_len` tokens, at least one, of a sequence of `kv_len` sees some token.
@@ -70,7 +69,7 @@ impl Problem {
     /// If the problem has no sequence `b`.
     #[must_use]
     pub fn visible(&self, b: usize, i: usize) -> std::ops::Range<usize> {
-        // Checked lengths are far below 2^30; a larger window sees every cached token, and a cast of it would wrap.
+        // Checked lengths are far below 2^30.
         let signed = |x: usize| x.min(1 << 30) as isize;
         let len = signed(self.kv_lens[b]);
         let position = self.position(b, i);
@@ -79,10 +78,7 @@ impl Problem {
         } else {
             len
         };
-        let start = self
-            .scores
-            .window_left
-            .map_or(0, |w| (position - signed(w)).clamp(0, end));
+        let start = self.scores.first_position(position).clamp(0, end);
         start as usize..end as usize
     }
 }
@@ -91,6 +87,38 @@ impl Problem {
 mod tests {
     use super::*;
     use crate::problem::Heads;
+
+    #[test]
+    fn a_token_sees_its_own_chunk() {
+        let mut p = Problem::new(Heads::new(1, 1, 64), vec![10, 2]).q_len(4);
+        for (chunk, seen) in [
+            (1, 6..7),
+            (4, 4..7),
+            (6, 6..7),
+            (7, 0..7),
+            (usize::MAX, 0..7),
+        ] {
+            p.scores.chunk = Some(chunk);
+            assert_eq!(p.visible(0, 0), seen, "{chunk}");
+        }
+        p.scores.chunk = Some(8);
+        assert_eq!(
+            [0, 1, 2, 3].map(|i| p.visible(0, i)),
+            [0..7, 0..8, 8..9, 8..10]
+        );
+        assert_eq!([p.visible(1, 0), p.visible(1, 2)], [0..0, 0..1]);
+        // The nearer of chunk and window hides.
+        p.scores.window_left = Some(2);
+        assert_eq!(
+            [0, 1, 2, 3].map(|i| p.visible(0, i)),
+            [4..7, 5..8, 8..9, 8..10]
+        );
+        p.scores.chunk = Some(0);
+        assert!(p.check().is_err());
+        p.scores.chunk = Some(64);
+        assert!(p.check().is_ok());
+        assert!(p.tokens_before([1024, 0]).check().is_err());
+    }
 
     #[test]
     fn windows_of_any_size_see_what_they_should() {

@@ -52,6 +52,8 @@ fn empty(config: &CacheConfig) -> KvCache {
 #[case("int4-g8", 1)]
 #[case("int4", 2)]
 #[case("int4-d80", 6)]
+#[case("int8-d192-128", 1)]
+#[case("int4-g1-int4-d64-160", 2)]
 #[case("int4-long", 7)]
 #[case("int8-int4-long", 16)]
 #[case("int8-int4-d128", 2)]
@@ -82,7 +84,7 @@ fn rotated_rows_equal_the_vectors() {
             (name, bits.collect())
         })
         .collect();
-    assert_eq!(lines.len(), 18);
+    assert_eq!(lines.len(), 30);
     for lines in lines.chunks(3) {
         let [("row", row), ("stored", stored), ("query", query)] = lines else {
             panic!("rows, each stored and as a query")

@@ -115,18 +115,21 @@ fn same(name: &str, threads: usize, want: &Rows, got: &Rows) -> Result<(), Strin
 
 /// A problem over sequences of these lengths, with drawn heads and modifiers.
 pub fn problem(draw: &mut Draw<'_, '_>, heads: usize, dim: HeadDim, lens: &[usize]) -> Problem {
+    // The many rows of large groups take their time: one query token of each sequence.
+    let is_wide = draw.once_in(40);
     let per_kv = match draw.range(0..=9) {
+        _ if is_wide => draw.pick(&[64, 65, 127, 128]),
         0 => draw.range(1..=17),
         n => 1 + n % 4,
     };
     let mut problem = Problem::new(Heads::new(heads * per_kv, heads, dim), lens.to_vec());
-    if draw.once_in(2) {
+    if draw.once_in(2) && !is_wide {
         problem = problem.q_len(draw.range(1..=4));
     }
-    if draw.once_in(12) {
+    if draw.once_in(12) && !is_wide {
         problem = problem.q_len(16);
     }
-    if draw.once_in(8) {
+    if draw.once_in(8) && !is_wide {
         problem.q_lens = lens.iter().map(|_| draw.range(0..=40)).collect();
     }
     problem.scores.causal = !draw.once_in(4);
@@ -146,6 +149,10 @@ pub fn problem(draw: &mut Draw<'_, '_>, heads: usize, dim: HeadDim, lens: &[usiz
             usize::MAX,
         ];
         problem.scores.window_left = Some(draw.pick(&window));
+    }
+    if problem.scores.causal && draw.once_in(6) {
+        let chunk = [1, 2, 64, 100, 1 << 30, usize::MAX];
+        problem.scores.chunk = Some(draw.pick(&chunk));
     }
     if draw.once_in(4) {
         let slopes = [0.0, -0.5, 0.01, 1.0, 1e-20, 1000.0, -1000.0];

@@ -66,6 +66,16 @@ pub fn window(scheme: Scheme) -> usize {
     }
 }
 
+/// Whether a cache of the format may keep centres of K: K is rotated and, of int4, read with residuals; products with both sides are integers.
+pub fn can_have_centres(format: KvFormat) -> bool {
+    let of_k = match format.k {
+        Scheme::RotatedInt8 => true,
+        Scheme::RotatedInt4 { .. } => window(format.k) > 0,
+        _ => false,
+    };
+    of_k && is_integer(format)
+}
+
 /// The larger window of a format's schemes.
 pub fn larger_window(format: KvFormat) -> usize {
     window(format.k).max(window(format.v))
@@ -372,11 +382,12 @@ fn turned_back(scheme: Scheme, head_dim: usize, stored: &[f64]) -> Vec<f64> {
     x
 }
 
-/// Reads what `KvCache::read_back` gives for a sequence of `tokens`: K and V.
+/// Reads what `KvCache::read_back` gives for a sequence of `tokens`: K and V. A sequence that was restored with fewer residual pages than it saves has
+/// fewer here.
 pub fn read(shape: &Shape, pages: &[Vec<u8>], tokens: usize, scales: [&[f32]; 2]) -> [Side; 2] {
     let parts = parts(shape);
-    let counts = saved_counts(shape.format, shape.page_size, tokens);
-    let homes = residual_homes(shape.format, shape.page_size, counts);
+    let home = tokens.div_ceil(shape.page_size);
+    let homes = residual_homes(shape.format, shape.page_size, [home, pages.len() - home]);
     // In a residual page V's nibbles follow K's, if K has any.
     let k_residuals = match window(parts[0].scheme) {
         0 => 0,
@@ -390,7 +401,7 @@ pub fn read(shape: &Shape, pages: &[Vec<u8>], tokens: usize, scales: [&[f32]; 2]
         for t in 0..tokens {
             let (page, token) = (t / shape.page_size, t % shape.page_size);
             let kept = homes.clone().position(|home| home == page);
-            let residuals = kept.map(|i| &pages[counts[0] + i]);
+            let residuals = kept.map(|i| &pages[home + i]);
             for head in 0..shape.heads {
                 let run = |page: &'_ Vec<u8>| head * run_bytes(shape)..page.len();
                 let bytes = &pages[page][run(&pages[page])][first..][..part.all_bytes()];

@@ -66,7 +66,7 @@ fn drawn_problem(draw: &mut Draw<'_, '_>) -> Problem {
     let heads = if draw.once_in(4) {
         draw.size()
     } else {
-        kv.wrapping_mul(draw.range(1..=70))
+        kv.wrapping_mul(draw.range(1..=140))
     };
     let dim = dims(draw);
     let lens: Vec<usize> = (0..draw.range(0..=4))
@@ -76,6 +76,7 @@ fn drawn_problem(draw: &mut Draw<'_, '_>) -> Problem {
     problem.q_lens = vec![either(draw, &[0, 1, 2, 16, 1 << 20]); problem.batch()];
     problem.scores.causal = draw.once_in(2);
     problem.scores.window_left = draw.once_in(2).then(|| draw.size());
+    problem.scores.chunk = draw.once_in(4).then(|| draw.size());
     if draw.once_in(4) {
         problem.scores.softcap = Some(draw.float());
     }
@@ -121,12 +122,15 @@ fn problem_can_be(p: &Problem) -> bool {
     pages::HEAD_DIMS.contains(&p.head_dim.k)
         && pages::HEAD_DIMS.contains(&p.head_dim.v)
         && (1..=65536).contains(&p.num_kv_heads)
-        && (1..=64).contains(&per_kv)
+        && (1..=128).contains(&per_kv)
         && p.num_q_heads.is_multiple_of(p.num_kv_heads)
         && p.q_lens.iter().all(|len| *len <= 1 << 20)
         && p.kv_lens.iter().all(|len| *len <= 1 << 20)
         && elements(p).into_iter().all(fits)
         && (1e-15..=1e15).contains(&p.score_scale())
+        && p.scores
+            .chunk
+            .is_none_or(|chunk| chunk > 0 && p.scores.causal)
         && p.scores
             .softcap
             .is_none_or(|cap| (1e-3..=1e3).contains(&cap))
@@ -201,10 +205,12 @@ fn visible(p: &Problem, b: usize, i: usize) -> std::ops::Range<usize> {
     } else {
         len
     };
-    let start = p
-        .scores
-        .window_left
-        .map_or(0, |w| (position - w as i128).clamp(0, end));
+    let of_window = p.scores.window_left.map_or(0, |w| position - w as i128);
+    let of_chunk = p.scores.chunk.map_or(0, |chunk| match position {
+        0.. => position - position % chunk as i128,
+        _ => 0,
+    });
+    let start = of_window.max(of_chunk).clamp(0, end);
     start as usize..end as usize
 }
 
@@ -222,7 +228,7 @@ fn drawn_config(draw: &mut Draw<'_, '_>) -> CacheConfig {
         config.num_pages = either(draw, &[0, 1, 7]);
     }
     if draw.once_in(6) {
-        config.num_q_heads = either(draw, &[0, 1, 16, 63, 64, 65, 512, usize::MAX]);
+        config.num_q_heads = either(draw, &[0, 1, 16, 127, 128, 129, 1024, usize::MAX]);
     }
     if draw.once_in(6) {
         let scale = draw.float();
@@ -248,9 +254,10 @@ fn config_can_be(c: &CacheConfig) -> bool {
     pages::is_defined(c.format, c.head_dim)
         && [16, 32, 64, 128].contains(&c.page_size)
         && (1..=65536).contains(&c.num_kv_heads)
-        && (1..=64).contains(&(c.num_q_heads / c.num_kv_heads))
+        && (1..=128).contains(&(c.num_q_heads / c.num_kv_heads))
         && c.num_q_heads.is_multiple_of(c.num_kv_heads)
         && page() <= i32::MAX as u128
+        && (!c.centres || pages::can_have_centres(c.format))
         && c.num_pages <= u32::MAX as usize
         && c.num_sequences <= 1 << 24
         && c.max_len <= 1 << 20
@@ -273,8 +280,10 @@ fn config(draw: &mut Draw<'_, '_>, check: Check) -> Result<(), String> {
     let (tokens, size) = (draw.size(), config.page_size.max(1));
     let counts = pages::page_counts(config.format, size, tokens);
     let (needed, given) = (counts.map(|n| n as u128), config.pages_for(tokens));
+    // Pages of another size have no number, but no panic either.
     hold!(
-        given as u128 == needed.iter().sum::<u128>().min(usize::MAX as u128),
+        ![16, 32, 64, 128].contains(&size)
+            || given as u128 == needed.iter().sum::<u128>().min(usize::MAX as u128),
         "{given} pages, not {needed:?}, for {tokens} tokens of {config:?}"
     );
     let _ = (config.layout(), config.pool_bytes());
@@ -286,15 +295,16 @@ fn config(draw: &mut Draw<'_, '_>, check: Check) -> Result<(), String> {
             let free = cache.free_pages();
             hold!(free == config.num_pages, "{free} free pages of {config:?}");
         }
-        Err(Error::Parameter { .. } | Error::Length { .. }) => {
-            hold!(!can_be, "a cache of {config:?} is refused");
-        }
-        // No memory: more than a gigabyte was asked for.
-        Err(error) => {
+        // More than a gigabyte was asked for.
+        Err(error @ Error::OutOfMemory { .. }) => {
             let pool = config.num_pages as u128 * pages::run_bytes(&shape(&config)) as u128;
-            let bytes = pool * config.num_kv_heads as u128 + config.num_sequences as u128 * 48;
+            let centres = 4 * config.num_kv_heads as u128 * config.head_dim.k as u128;
+            let of_sequence = 48 + if config.centres { centres } else { 0 };
+            let bytes =
+                pool * config.num_kv_heads as u128 + config.num_sequences as u128 * of_sequence;
             hold!(bytes > 1 << 29, "{config:?} is refused: {error}");
         }
+        Err(error) => hold!(!can_be, "a cache of {config:?} is refused: {error}"),
     }
     Ok(())
 }

@@ -10,6 +10,7 @@ pub struct Modifiers {
     causal: bool,
     softcap: Option<f32>,
     window_left: Option<usize>,
+    chunk: Option<usize>,
     alibi_slopes: Option<Vec<f32>>,
     sinks: Option<Vec<f32>>,
     fast: bool,
@@ -22,6 +23,7 @@ impl From<Modifiers> for ScoreModifiers {
             causal: given.causal,
             softcap: given.softcap,
             window_left: given.window_left,
+            chunk: given.chunk,
             alibi_slopes: given.alibi_slopes,
             sinks: given.sinks,
             arithmetic: match given.fast {

@@ -23,16 +23,14 @@ use crate::{
 /// The parameters that follow from the problem alone.
 fn problem_params(problem: &Problem) -> DecodeParams {
     let softcap = problem.scores.softcap.unwrap_or(1.0);
+    let [window_left, chunk] = problem.scores.kernel_masks();
     DecodeParams {
         num_q_heads: problem.num_q_heads as u32,
         num_kv_heads: problem.num_kv_heads as u32,
         heads_per_kv: problem.heads_per_kv() as u32,
         causal: u32::from(problem.scores.causal),
-        // A window longer than any sequence hides nothing.
-        window_left: problem
-            .scores
-            .window_left
-            .map_or(-1, |w| w.min(1 << 30) as i32),
+        window_left,
+        chunk,
         log2_scale: problem.score_scale() * LOG2_E,
         softcap_inner: 2.0 / softcap,
         softcap_outer: softcap * LOG2_E,

@@ -64,7 +64,12 @@ DEVICE SeenTokens seen_tokens(const DecodeParams& p, const QueryBlock& queries, 
     bool real = row < p.heads_per_kv * queries.tokens;
     int i = (u32)row / p.heads_per_kv_divmod, position = first + i;
     seen.end = !real ? 0x7fffffff : p.causal ? min(max(position + 1, 0), kv_len) : kv_len;
-    seen.start = !HAS_SCORE_MODS || !real || p.window_left < 0 ? 0 : min(max(position - p.window_left, 0), seen.end);
+    seen.start = 0;
+    if (HAS_SCORE_MODS && real) {
+        int first = p.window_left < 0 ? 0 : position - p.window_left;
+        if (p.chunk) first = max(first, position - position % p.chunk);
+        seen.start = min(max(first, 0), seen.end);
+    }
     seen.slope = HAS_SCORE_MODS && real && p.alibi_slopes ? p.alibi_slopes[(kv_head - i) * p.heads_per_kv + row] : 0.0f;
     seen.position = position;
     seen.tile = !real ? 0x7fffffff : max(p.causal ? position : last_position(p, queries, kv_len), 0) / TILE;

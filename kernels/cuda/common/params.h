@@ -62,6 +62,7 @@ struct DecodeParams {
     int page_table_stride;                     // Entries of the page table per sequence.
     int max_partials;                          // Places for partials per work item (query block, KV head, row block).
     int window_left;                           // Tokens to the left of the query that it sees, or -1 without a window.
+    int chunk;                                 // Tokens of a chunk, of which a query sees its own alone, or 0 without chunks.
     int causal;                                // Whether the mask is causal.
     int partial_per_segment;                   // low_latency.cu: whether a partial is always a segment's state; else a span's, where sequences are as long as planned.
     int page_stride;                           // Pages: bytes from one page to the next.

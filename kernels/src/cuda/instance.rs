@@ -234,7 +234,7 @@ impl Instance {
             head_dim: problem.head_dim,
             layout,
             config,
-            score_mods: problem.scores.window_left.is_some()
+            score_mods: problem.scores.hides_old_tokens()
                 || problem.scores.softcap.is_some()
                 || problem.scores.alibi_slopes.is_some(),
             spans: false,

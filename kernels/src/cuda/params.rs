@@ -108,6 +108,8 @@ blocks! {
         max_partials: i32 = "int",
         /// Tokens to the left of the query that it sees, or -1 without a window.
         window_left: i32 = "int",
+        /// Tokens of a chunk, of which a query sees its own alone, or 0 without chunks.
+        chunk: i32 = "int",
         /// Whether the mask is causal.
         causal: i32 = "int",
         /// low_latency.cu: whether a partial is always a segment's state; else a span's, where sequences are as long as planned.

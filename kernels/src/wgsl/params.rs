@@ -88,6 +88,8 @@ block! {
         causal: u32,
         /// Tokens before its own that a query token sees, or -1 without a window.
         window_left: i32,
+        /// Tokens of a chunk, of which a query token sees its own alone, or 0 without chunks.
+        chunk: i32,
         /// Pages in one buffer of the pool.
         pages_per_pool: u32,
         /// Word of the tables where m and l of each query head's sink begin, or 0 without sinks.
@@ -185,8 +187,8 @@ mod tests {
         for (at, line, word) in [
             (0, "    num_splits: u32,", 7),
             (11, "    window_left: i32,", u32::MAX),
-            (15, "    log2_scale: f32,", 0x3f80_0000),
-            (21, "    zero: u32,", 9),
+            (16, "    log2_scale: f32,", 0x3f80_0000),
+            (22, "    zero: u32,", 9),
         ] {
             assert_eq!((fields[at], words[at]), (line, word));
         }

@@ -52,7 +52,13 @@ impl QueryRow<'_> {
     #[must_use]
     pub fn sees(&self, token: usize) -> bool {
         let (scores, behind) = (&self.problem.scores, self.position() - token as f64);
-        (!scores.causal || behind >= 0.0) && scores.window_left.is_none_or(|w| behind <= w as f64)
+        let is_in_chunk = |chunk: usize| {
+            let chunk_of = |position: f64| (position / chunk as f64).floor();
+            chunk_of(token as f64) == chunk_of(self.position())
+        };
+        (!scores.causal || behind >= 0.0)
+            && scores.window_left.is_none_or(|w| behind <= w as f64)
+            && scores.chunk.is_none_or(is_in_chunk)
     }
 
     /// What ALiBi adds to the score of a token.

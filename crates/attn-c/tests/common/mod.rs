@@ -49,6 +49,7 @@ pub const PLAIN: Modifiers = Modifiers {
     scale: 0.0,
     softcap: 0.0,
     window: 0,
+    chunk: 0,
     alibi_slopes: ptr::null(),
     sinks: ptr::null(),
     flags: 0,

@@ -482,11 +482,15 @@ fn format_of(image: &[u8]) -> Result<KvFormat, Error> {
 }
 
 fn word(image: &[u8], at: usize) -> u32 {
-    long(image, at) as u32
+    number(&image[at..at + 4]) as u32
 }
 
 fn long(image: &[u8], at: usize) -> u64 {
-    let bytes = image[at..at + 8].iter().rev();
+    number(&image[at..at + 8])
+}
+
+fn number(bytes: &[u8]) -> u64 {
+    let bytes = bytes.iter().rev();
     bytes.fold(0, |number, byte| number << 8 | u64::from(*byte))
 }
 

@@ -396,6 +396,7 @@ impl LaunchPlan {
             check_scale_address((Side::V, self.format.v), v_scales, p.num_kv_heads)?;
         }
         let kv = args.kv.decode_params(self.layout, self.pages.as_ref())?;
+        let [window_left, chunk] = p.scores.kernel_masks();
         Ok(DecodeParams {
             q: args.q.get(),
             out: args.out.get(),
@@ -424,8 +425,8 @@ impl LaunchPlan {
             q_len: sizes::int("q_len", self.block_tokens)?,
             row_blocks: sizes::int("row blocks", self.launch.row_blocks)?,
             max_partials: sizes::int("partials", self.launch.max_partials)?,
-            // No sequence is longer than 2^20.
-            window_left: p.scores.window_left.map_or(-1, |w| w.min(1 << 30) as i32),
+            window_left,
+            chunk,
             causal: i32::from(p.scores.causal),
             partial_per_segment: i32::from(self.launch.partial_per_segment),
             heads_per_kv_divmod: FastDivmod::new(p.heads_per_kv()),

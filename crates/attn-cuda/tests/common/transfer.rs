@@ -4,7 +4,8 @@
 use anyhow::{Result, ensure};
 use attn_conformance::case::noise;
 use attn_core::{
-    AttnState, CacheConfig, DecodeAttention, Heads, KvCache, KvFormat, Problem, convert::dequantize,
+    AttnState, CacheConfig, DecodeAttention, HeadDim, Heads, KvCache, KvFormat, Problem,
+    convert::dequantize,
 };
 use attn_cpu::CpuBackend;
 use attn_cuda::native::{
@@ -42,19 +43,29 @@ pub trait Machine {
 }
 
 /// Format, head_dim, page_size, KV heads, number format.
-const EXPORTS: [(&str, usize, usize, usize, Dtype); 12] = [
-    ("int8", 128, 64, 2, Dtype::F32),
-    ("int8", 80, 32, 1, Dtype::F16),
-    ("int4", 128, 64, 2, Dtype::F32),
-    ("int4", 256, 16, 1, Dtype::Bf16),
-    ("int4-r2-w4/int8-plain", 192, 64, 2, Dtype::F32),
-    ("int8/int4", 96, 32, 2, Dtype::F32),
-    ("int4-w0/int4-w4", 128, 16, 1, Dtype::F16),
-    ("int4-g4", 128, 128, 1, Dtype::F32),
-    ("int8-g32/int4-g2", 64, 32, 2, Dtype::F32),
-    ("int8-tensor", 64, 16, 3, Dtype::F32),
-    ("fp8/f16", 80, 64, 2, Dtype::F32),
-    ("bf16/fp8", 128, 32, 1, Dtype::Bf16),
+const EXPORTS: [(&str, HeadDim, usize, usize, Dtype); 16] = [
+    ("int8", HeadDim::same(128), 64, 2, Dtype::F32),
+    ("int8", HeadDim::same(80), 32, 1, Dtype::F16),
+    ("int4", HeadDim::same(128), 64, 2, Dtype::F32),
+    ("int4", HeadDim::same(256), 16, 1, Dtype::Bf16),
+    (
+        "int4-r2-w4/int8-plain",
+        HeadDim::same(192),
+        64,
+        2,
+        Dtype::F32,
+    ),
+    ("int8/int4", HeadDim::same(96), 32, 2, Dtype::F32),
+    ("int4-w0/int4-w4", HeadDim::same(128), 16, 1, Dtype::F16),
+    ("int4-g4", HeadDim::same(128), 128, 1, Dtype::F32),
+    ("int8-g32/int4-g2", HeadDim::same(64), 32, 2, Dtype::F32),
+    ("int8-tensor", HeadDim::same(64), 16, 3, Dtype::F32),
+    ("fp8/f16", HeadDim::same(80), 64, 2, Dtype::F32),
+    ("bf16/fp8", HeadDim::same(128), 32, 1, Dtype::Bf16),
+    ("int8", HeadDim { k: 192, v: 128 }, 64, 2, Dtype::Bf16),
+    ("int4/int8", HeadDim { k: 64, v: 160 }, 32, 1, Dtype::F32),
+    ("int4", HeadDim::same(512), 64, 1, Dtype::F16),
+    ("int8/int4", HeadDim { k: 576, v: 512 }, 64, 1, Dtype::F32),
 ];
 
 /// Cached tokens of each sequence, and the range of each that is exported.
@@ -63,9 +74,9 @@ const RANGES: [(usize, std::ops::Range<usize>); 4] =
 
 fn filled_cache(config: &CacheConfig) -> Result<KvCache> {
     let mut cache = CpuBackend::new().create_cache(config)?;
-    let row = config.num_kv_heads * config.head_dim.k;
+    let rows = config.head_dim.both().map(|dim| config.num_kv_heads * dim);
     for (b, (len, _)) in RANGES.iter().enumerate() {
-        let [k, v] = [0, 1].map(|side| noise(70 + 2 * b as u64 + side, len * row));
+        let [k, v] = [0, 1].map(|side| noise(70 + 2 * b as u64 + side as u64, len * rows[side]));
         cache.append(b, &k, &v)?;
     }
     Ok(cache)
@@ -73,7 +84,7 @@ fn filled_cache(config: &CacheConfig) -> Result<KvCache> {
 
 fn export<M: Machine>(
     machine: &M,
-    (name, head_dim, page_size, heads, dtype): (&str, usize, usize, usize, Dtype),
+    (name, head_dim, page_size, heads, dtype): (&str, HeadDim, usize, usize, Dtype),
 ) -> Result<()> {
     let format = name.parse()?;
     let of = Heads::new(heads, heads, head_dim);
@@ -95,14 +106,14 @@ fn export<M: Machine>(
         firsts.push(range.start as i32);
         starts.push(starts[starts.len() - 1] + range.len() as i32);
     }
-    let row = heads * head_dim;
+    let rows = head_dim.both().map(|dim| heads * dim);
     // Rows of another width than the tokens, so that a mistaken stride shows.
-    let strides = [row, row + 8];
+    let strides = [rows[0], rows[1] + 8];
     let (tokens, element) = (
         starts[RANGES.len()] as usize,
         numbers::bytes(dtype, &[0.0]).len(),
     );
-    let none = vec![0u8; tokens * strides[1] * element];
+    let none = vec![0u8; tokens * strides[0].max(strides[1]) * element];
     let [mut k, mut v] = [machine.upload(&none)?, machine.upload(&none)?];
     let at = |x: &[u8]| machine.upload(x);
     let mut inputs = [
@@ -165,7 +176,7 @@ fn export<M: Machine>(
             let got = &out[side];
             for t in range.clone() {
                 let at = (starts[b] as usize + t - range.start) * strides[side] * element;
-                let want = numbers::bytes(dtype, &want[t * row..][..row]);
+                let want = numbers::bytes(dtype, &want[t * rows[side]..][..rows[side]]);
                 ensure!(
                     got[at..][..want.len()] == want,
                     "side {side}, sequence {b}, token {t}"
@@ -302,7 +313,7 @@ fn merge<M: Machine>(
 #[derive(Debug, Clone, Copy)]
 pub enum Test {
     CopyPages,
-    Export((&'static str, usize, usize, usize, Dtype)),
+    Export((&'static str, HeadDim, usize, usize, Dtype)),
     /// head_dim, the states' number format and the result's.
     Merge(usize, Dtype, Dtype),
 }
@@ -317,6 +328,8 @@ impl Test {
             Test::Merge(80, Dtype::F16, Dtype::F16),
             Test::Merge(256, Dtype::Bf16, Dtype::F32),
             Test::Merge(192, Dtype::F32, Dtype::Bf16),
+            Test::Merge(512, Dtype::Bf16, Dtype::Bf16),
+            Test::Merge(576, Dtype::F32, Dtype::F32),
         ]);
         all
     }

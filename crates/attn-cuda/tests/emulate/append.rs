@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use anyhow::Result;
 use attn_conformance::case::noise;
-use attn_core::{CacheConfig, DecodeAttention, Heads, KvCache, RotaryStyle};
+use attn_core::{CacheConfig, DecodeAttention, HeadDim, Heads, KvCache, RotaryStyle};
 use attn_cpu::CpuBackend;
 use attn_cuda::native::{
     AppendArgs, AppendShape, DeviceAddress, Dtype, KvRows, Pages, SlotAppendArgs,
@@ -23,31 +23,35 @@ use crate::{
 const PAD: u8 = 0xa5;
 
 /// Format, head_dim, page_size, KV heads.
-const KINDS: [Shape; 18] = [
-    ("int8", 128, 64, 5),
-    ("int8", 80, 32, 1),
-    ("int8-plain", 128, 64, 3),
-    ("int8-g32", 64, 32, 2),
-    ("int8-tensor", 64, 16, 3),
-    ("int4", 128, 64, 2),
-    ("int4", 64, 128, 5),
-    ("int4", 80, 16, 1),
-    ("int4", 256, 64, 1),
-    ("int4-r2-w4/int8-plain", 192, 64, 2),
-    ("int8/int4", 96, 32, 2),
-    ("int4-w0/int4-w4", 128, 16, 1),
-    ("int4-g1", 96, 32, 4),
-    ("int4-g4", 128, 64, 1),
-    ("int4-g8", 256, 16, 1),
-    ("int8-plain/int4-g2", 128, 128, 2),
-    ("fp8", 80, 64, 2),
-    ("bf16/f16", 128, 32, 1),
+const KINDS: [Shape; 22] = [
+    ("int8", HeadDim::same(128), 64, 5),
+    ("int8", HeadDim::same(80), 32, 1),
+    ("int8-plain", HeadDim::same(128), 64, 3),
+    ("int8-g32", HeadDim::same(64), 32, 2),
+    ("int8-tensor", HeadDim::same(64), 16, 3),
+    ("int4", HeadDim::same(128), 64, 2),
+    ("int4", HeadDim::same(64), 128, 5),
+    ("int4", HeadDim::same(80), 16, 1),
+    ("int4", HeadDim::same(256), 64, 1),
+    ("int4-r2-w4/int8-plain", HeadDim::same(192), 64, 2),
+    ("int8/int4", HeadDim::same(96), 32, 2),
+    ("int4-w0/int4-w4", HeadDim::same(128), 16, 1),
+    ("int4-g1", HeadDim::same(96), 32, 4),
+    ("int4-g4", HeadDim::same(128), 64, 1),
+    ("int4-g8", HeadDim::same(256), 16, 1),
+    ("int8-plain/int4-g2", HeadDim::same(128), 128, 2),
+    ("fp8", HeadDim::same(80), 64, 2),
+    ("bf16/f16", HeadDim::same(128), 32, 1),
+    ("int8", HeadDim { k: 192, v: 128 }, 64, 2),
+    ("int4/int8", HeadDim { k: 64, v: 320 }, 16, 1),
+    ("int4", HeadDim::same(512), 64, 1),
+    ("int8-plain/int4-g4", HeadDim { k: 576, v: 512 }, 32, 1),
 ];
 
-type Shape = (&'static str, usize, usize, usize);
+type Shape = (&'static str, HeadDim, usize, usize);
 
 /// Kinds of caches as in [`KINDS`], and how tokens are rotated.
-const ROTATED: [(Shape, Kind); 10] = {
+const ROTATED: [(Shape, Kind); 12] = {
     use RotaryStyle::{HalfSplit, Interleaved};
     const fn kind(style: RotaryStyle, dim: usize, table: Dtype, q_heads: usize) -> Kind {
         Kind {
@@ -71,39 +75,53 @@ const ROTATED: [(Shape, Kind); 10] = {
     [
         // The finest formats, from f32: a product that is not rounded changes bytes.
         (
-            ("f16/int8", 128, 64, 5),
+            ("f16/int8", HeadDim::same(128), 64, 5),
             kind(HalfSplit, 128, Dtype::F32, 10),
         ),
         (
-            ("int8", 80, 32, 1),
+            ("int8", HeadDim::same(80), 32, 1),
             apart(kind(HalfSplit, 32, Dtype::Bf16, 3), 0),
         ),
         (
-            ("int4", 128, 64, 2),
+            ("int4", HeadDim::same(128), 64, 2),
             apart(kind(HalfSplit, 128, Dtype::F32, 9), 8),
         ),
         // Ten pairs: dims of a lane lie on both sides.
-        (("int4", 80, 16, 1), kind(HalfSplit, 20, Dtype::F16, 1)),
-        (("int4", 256, 64, 1), kind(Interleaved, 256, Dtype::F32, 8)),
         (
-            ("int4-r2-w4/int8-plain", 192, 64, 2),
+            ("int4", HeadDim::same(80), 16, 1),
+            kind(HalfSplit, 20, Dtype::F16, 1),
+        ),
+        (
+            ("int4", HeadDim::same(256), 64, 1),
+            kind(Interleaved, 256, Dtype::F32, 8),
+        ),
+        (
+            ("int4-r2-w4/int8-plain", HeadDim::same(192), 64, 2),
             apart(kind(Interleaved, 64, Dtype::Bf16, 6), 3),
         ),
         (
-            ("int4-g4", 256, 32, 4),
+            ("int4-g4", HeadDim::same(256), 32, 4),
             kind(HalfSplit, 256, Dtype::Bf16, 4),
         ),
         (
-            ("fp8", 64, 64, 2),
+            ("fp8", HeadDim::same(64), 64, 2),
             apart(kind(HalfSplit, 64, Dtype::F32, 14), 3),
         ),
         (
-            ("int8-g32", 96, 32, 3),
+            ("int8-g32", HeadDim::same(96), 32, 3),
             apart(kind(HalfSplit, 96, Dtype::F16, 3), 6),
         ),
         (
-            ("f16/bf16", 128, 32, 4),
+            ("f16/bf16", HeadDim::same(128), 32, 4),
             kind(Interleaved, 64, Dtype::F16, 0),
+        ),
+        (
+            ("int8", HeadDim { k: 192, v: 128 }, 64, 2),
+            apart(kind(Interleaved, 64, Dtype::F32, 3), 4),
+        ),
+        (
+            ("int8", HeadDim { k: 576, v: 512 }, 64, 1),
+            kind(HalfSplit, 64, Dtype::Bf16, 5),
         ),
     ]
 };
@@ -121,7 +139,7 @@ struct Job {
 
 /// All kinds, each with one of the three number formats; and one token of many sequences, a third of which begin a page.
 fn jobs() -> Vec<Job> {
-    let job = |name, head_dim, page_size, heads, lens: Vec<usize>, calls: Vec<usize>| {
+    let job = |name, head_dim: HeadDim, page_size, heads, lens: Vec<usize>, calls: Vec<usize>| {
         let format = str::parse(name).expect("a format's name");
         let longest = lens.iter().max().unwrap_or(&0) + calls.iter().sum::<usize>();
         let mut config = CacheConfig::builder(format, Heads::new(heads, heads, head_dim))
@@ -180,7 +198,7 @@ fn jobs() -> Vec<Job> {
     };
     jobs.push(job(
         "int4",
-        64,
+        HeadDim::same(64),
         64,
         1,
         (0..313).map(lens).collect(),
@@ -203,11 +221,20 @@ impl Job {
         })
     }
 
-    fn tokens(&self, seed: u64, count: usize) -> Tokens {
-        let noise = noise(
-            seed,
-            count * self.config.num_kv_heads * self.config.head_dim.k,
-        );
+    /// Elements of a token's K, and of its V.
+    fn rows(&self) -> [usize; 2] {
+        let dims = self.config.head_dim.both();
+        dims.map(|dim| self.config.num_kv_heads * dim)
+    }
+
+    /// K and V of so many tokens.
+    fn tokens(&self, seed: u64, count: usize) -> [Tokens; 2] {
+        let [in_k, in_v] = self.rows();
+        [(0, in_k), (1, in_v)].map(|(side, row)| self.side(seed + side, count * row))
+    }
+
+    fn side(&self, seed: u64, elements: usize) -> Tokens {
+        let noise = noise(seed, elements);
         let (mut floats, mut bytes) = (Vec::new(), Vec::new());
         for x in noise {
             match self.dtype {
@@ -234,10 +261,10 @@ impl Job {
     fn differs(&self, cpu: &CpuBackend, kernels: &Kernels) -> Result<Option<String>> {
         let config = &self.config;
         let mut cache = cpu.create_cache(config)?;
-        let row = config.num_kv_heads * config.head_dim.k;
+        let [row, v_row] = self.rows();
         let table = self.rotary.map(Table::new).transpose()?;
         for (b, &len) in self.lens.iter().enumerate() {
-            let [k, v] = [0, 1].map(|side| self.tokens(10 + 2 * b as u64 + side, len));
+            let [k, v] = self.tokens(10 + 2 * b as u64, len);
             cache.append(b, &k.floats, &v.floats)?;
         }
         // Kernels store up to 16 bytes at once.
@@ -252,16 +279,15 @@ impl Job {
             .zip(pages)
             .for_each(|(to, page)| to[..size].copy_from_slice(page));
         for (call, &tokens) in self.calls.iter().enumerate() {
-            let [k, v] = [0, 1]
-                .map(|side| self.tokens(1000 * (1 + call as u64) + side, self.lens.len() * tokens));
+            let [k, v] = self.tokens(1000 * (1 + call as u64), self.lens.len() * tokens);
             for b in 0..self.lens.len() {
-                let at = b * tokens * row..(b + 1) * tokens * row;
-                let mut new = k.floats[at.clone()].to_vec();
+                let of = |row: usize| b * tokens * row..(b + 1) * tokens * row;
+                let mut new = k.floats[of(row)].to_vec();
                 if let Some(table) = &table {
                     let len = cache.table().lens[b];
                     table.rotate(&mut new, row, config.head_dim.k, b, len);
                 }
-                cache.append(b, &new, &v.floats[at])?;
+                cache.append(b, &new, &v.floats[of(v_row)])?;
             }
             let to = pool.as_mut_ptr();
             let (new, table) = (([&k, &v], tokens), table.as_ref());
@@ -293,7 +319,7 @@ impl Job {
             .format
             .residual_slots(config.page_size, config.max_q_len);
         let tables = Tables::new(cache, slots, 0);
-        let row = config.num_kv_heads * config.head_dim.k;
+        let [row, v_row] = self.rows();
         let padding = rotary.map_or(0, |table| table.kind.k_padding);
         let row_bytes = k.bytes.len() / (self.lens.len() * tokens);
         let mut k_rows = Vec::new();
@@ -319,7 +345,7 @@ impl Job {
                 v: address(&v_rows),
                 dtype: self.dtype,
                 k_token_stride: row + padding,
-                v_token_stride: row,
+                v_token_stride: v_row,
             },
             sequences: tables.sequences(
                 self.pages(pool)?,
@@ -359,8 +385,7 @@ impl Job {
         rotary: Option<&Table>,
     ) -> Result<Option<String>> {
         let (config, table) = (&self.config, cache.table());
-        let row = config.num_kv_heads * config.head_dim.k;
-        let row_bytes = sides[0].bytes.len() / (self.lens.len() * tokens);
+        let own = self.rows();
         let padding = [rotary.map_or(0, |table| table.kind.k_padding), 0];
         let (mut slots, mut residuals, mut positions) = (Vec::new(), Vec::new(), Vec::new());
         let mut rows = [Vec::new(), Vec::new()];
@@ -369,7 +394,9 @@ impl Job {
             slots.push(-1i64);
             residuals.push(7u32);
             positions.push(Table::of_padding(b));
-            for ((side, rows), padding) in sides.iter().zip(&mut rows).zip(padding) {
+            for (i, (side, rows)) in sides.iter().zip(&mut rows).enumerate() {
+                let (row, padding) = (own[i], padding[i]);
+                let row_bytes = side.bytes.len() / (self.lens.len() * tokens);
                 let end = row_bytes / row * (row + padding);
                 rows.resize(rows.len() + end, 0xff);
                 let of_sequence = &side.bytes[b * tokens * row_bytes..][..tokens * row_bytes];
@@ -401,8 +428,8 @@ impl Job {
                 k: address(&rows[0]),
                 v: address(&rows[1]),
                 dtype: self.dtype,
-                k_token_stride: row + padding[0],
-                v_token_stride: row,
+                k_token_stride: own[0] + padding[0],
+                v_token_stride: own[1],
             },
             pool: self.pages(pool)?,
             tensor_scales: self.tensor_scales(),

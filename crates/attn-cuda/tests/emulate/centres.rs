@@ -5,8 +5,8 @@ use std::{any::Any, sync::Arc};
 use anyhow::{Result, anyhow};
 use attn_conformance::case::noise;
 use attn_core::{
-    Append, CacheAccess, CacheConfig, Error, FirstTile, Heads, KvCache, PageLayout, PageStore,
-    TokenWrite, WideRows,
+    Append, CacheAccess, CacheConfig, Error, FirstTile, HeadDim, Heads, KvCache, PageLayout,
+    PageStore, TokenWrite, WideRows,
     centres::{CENTRES, centre_of, centres_bytes},
     error::refuse,
 };
@@ -249,24 +249,24 @@ const STEPS: [Step; 16] = {
 /// A kind of cache, and how large its keys are.
 struct Job {
     name: &'static str,
-    head_dim: usize,
+    head_dim: HeadDim,
     page_size: usize,
     heads: usize,
     /// What all keys of a head have in common: the largest number of it.
     common: f32,
 }
 
-const fn job(name: &'static str, head_dim: usize, page_size: usize, heads: usize) -> Job {
+const fn job(name: &'static str, dim: usize, page_size: usize, heads: usize) -> Job {
     Job {
         name,
-        head_dim,
+        head_dim: HeadDim::same(dim),
         page_size,
         heads,
         common: 20.0,
     }
 }
 
-const JOBS: [Job; 10] = [
+const JOBS: [Job; 13] = [
     job("int8", 128, 64, 3),
     job("int8", 64, 16, 1),
     job("int8", 80, 32, 5),
@@ -281,6 +281,15 @@ const JOBS: [Job; 10] = [
         common: 1e18,
         ..job("int4/int8", 64, 32, 1)
     },
+    Job {
+        head_dim: HeadDim { k: 192, v: 128 },
+        ..job("int8", 0, 64, 2)
+    },
+    Job {
+        head_dim: HeadDim { k: 64, v: 160 },
+        ..job("int4", 0, 32, 1)
+    },
+    job("int8/int4", 512, 64, 1),
 ];
 
 impl Job {
@@ -296,13 +305,13 @@ impl Job {
 
     /// K and V of so many tokens.
     fn tokens(&self, seed: u64, count: usize) -> [Vec<f32>; 2] {
-        let row = self.heads * self.head_dim;
+        let [row, v_row] = self.head_dim.both().map(|dim| self.heads * dim);
         let common = noise(7, row);
         let mut k = noise(2 * seed, count * row);
         for (i, x) in k.iter_mut().enumerate() {
             *x += self.common * common[i % row];
         }
-        [k, noise(2 * seed + 1, count * row)]
+        [k, noise(2 * seed + 1, count * v_row)]
     }
 
     /// The first step after which the caches differ.

@@ -263,7 +263,7 @@ impl Life<'_> {
         self.cache.truncate(s, longest).map_err(|e| e.to_string())?;
         let rows = self.rows();
         let sequence = &mut self.sequences[s];
-        sequence.tokens = longest;
+        (sequence.tokens, sequence.first_for_steps) = (longest, 0);
         sequence.fine.retain(|i| *i < longest.div_ceil(size));
         match &mut sequence.floats {
             Some(floats) => {
@@ -285,6 +285,8 @@ impl Life<'_> {
         let (size, format) = (self.config.page_size, self.config.format);
         let mut given = self.sequences[from].clone();
         let saved = pages::saved_counts(format, size, given.tokens);
+        let first_saved = saved[0] + pages::first_pages(format, size, saved[0]) - saved[1];
+        given.first_for_steps = given.first_for_steps.max(first_saved);
         let kept = pages::residual_homes(format, size, saved);
         let kept: Vec<usize> = kept.collect();
         given
@@ -313,7 +315,8 @@ impl Life<'_> {
         let mut given = self.sequences[from].clone();
         let mut whole = true;
         match draw.range(0..=7) {
-            0 => given.tokens = draw.size(),
+            0 if draw.once_in(2) => given.tokens = draw.size(),
+            0 => given.tokens = given.tokens.saturating_sub(draw.range(0..=70)),
             1 => drop(given.bytes.pop()),
             2 => given.bytes.push(vec![0; draw.range(0..=64)]),
             3..=4 if !given.bytes.is_empty() => {
@@ -327,9 +330,7 @@ impl Life<'_> {
         }
         let source = &self.sequences[from];
         let fits_pages = given.bytes.len() == source.bytes.len() && given.tokens == source.tokens;
-        let [home, kept] =
-            pages::saved_counts(self.config.format, self.config.page_size, given.tokens);
-        let room = home.saturating_add(kept) <= self.cache.free_pages();
+        let room = given.bytes.len() <= self.cache.free_pages();
         let empty = self.sequences.get(to).is_some_and(|s| s.tokens == 0);
         let done = self.cache.restore_pages(to, given.tokens, &given.bytes);
         let could = fits_pages && room && empty;
@@ -347,9 +348,11 @@ impl Life<'_> {
         if done.is_err() {
             return Ok(Done::Refused);
         }
+        let home = given.tokens.div_ceil(self.config.page_size);
         let first = pages::first_pages(self.config.format, self.config.page_size, home);
         let last = given.bytes.len() - home - first;
         given.fine = (0..first).chain(home - last..home).collect();
+        given.first_for_steps = 0;
         let back = self.cache.read_back(to).map_err(|e| e.to_string())?;
         if whole && fits_pages {
             self.sequences[to] = given;
@@ -360,6 +363,7 @@ impl Life<'_> {
                 floats: None,
                 tokens: given.tokens,
                 fine: given.fine,
+                first_for_steps: 0,
             };
         }
         Ok(Done::Changed)

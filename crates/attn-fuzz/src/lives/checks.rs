@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 
-use attn_core::{CacheConfig, Int8Scale, KvSource, Scheme, convert};
+use attn_core::{CacheConfig, Int8Scale, KvSource, Problem, Scheme, convert};
 
 use super::Life;
 use crate::{
@@ -159,6 +159,7 @@ impl Life<'_> {
         }
         let kv = KvSource::Cache(&self.cache);
         let format = self.config.format;
+        let lacks = self.lacks_residuals(&problem);
         let Some(rows) = self.backends.decode(draw, &problem, format, &q, kv)? else {
             let scales = self
                 .config
@@ -172,11 +173,12 @@ impl Life<'_> {
                 * std::f64::consts::LOG2_E;
             let bad = q.iter().any(|x| !x.is_finite()) || most > 1.8e19;
             hold!(
-                bad,
+                bad || lacks,
                 "a decode of queries up to {most:e} is refused; {self:?}"
             );
             return Ok(());
         };
+        hold!(!lacks, "rows read residuals that are not there; {self:?}");
         let values: Vec<[Side; 2]> = self.sequences[..batch]
             .iter()
             .map(|s| self.values(&s.bytes, s.tokens))
@@ -185,6 +187,25 @@ impl Life<'_> {
         let exact = oracle::attend(&problem, integer, &q, &values);
         oracle::compare(&problem, integer, &rows, &exact)
             .map_err(|text| format!("{text}; {self:?}"))
+    }
+
+    /// Whether a row reads a tile with residuals that its sequence does not have: it was restored with those that its next token reads.
+    fn lacks_residuals(&self, problem: &Problem) -> bool {
+        let (format, size) = (self.config.format, self.config.page_size);
+        let tiles = pages::larger_window(format);
+        let lacks = |s: usize, q_len: usize| {
+            let len = problem.kv_lens[s];
+            // The first row reads the earliest tiles. Without a mask every row reads as the last one does.
+            let rows = if problem.scores.causal { q_len } else { 1 };
+            let read = (len.saturating_sub(rows) / 64 + 1).saturating_sub(tiles);
+            let masked = problem.scores.window_left.unwrap_or(usize::MAX);
+            let seen = len.saturating_sub(q_len).saturating_sub(masked) / 64;
+            let homes = pages::residual_homes(format, size, self.held_counts(s));
+            let mut needed = read.max(seen) * 64 / size..len.div_ceil(size);
+            q_len > 0 && needed.any(|i| !homes.clone().any(|home| home == i))
+        };
+        let mut q_lens = problem.q_lens.iter().enumerate();
+        tiles > 0 && q_lens.any(|(s, q_len)| lacks(s, *q_len))
     }
 }
 

@@ -343,6 +343,7 @@ class Cache:
         causal: bool = True,
         softcap: Optional[float] = None,
         window_left: Optional[int] = None,
+        chunk: Optional[int] = None,
         alibi_slopes: Optional[Sequence[float]] = None,
         sinks: Optional[Sequence[float]] = None,
         arithmetic: str = "exact",
@@ -361,6 +362,7 @@ class Cache:
             causal: whether query token i sees only the tokens up to its own position.
             softcap: scores become `softcap · tanh(score / softcap)`.
             window_left: tokens before its own position that a token sees; transformers' `sliding_window` is one more.
+            chunk: tokens of a chunk: a token sees those of its own chunk alone, as Llama 4's layers with rotary positions do.
             alibi_slopes, sinks: a number for each query head.
             arithmetic: `"exact"`, or `"fast"`: steps of an integer format in which some sequence has more than 16 query tokens may be computed by floats,
                 which is faster on a GPU with tensor cores. The answer is as near to attention over the same cache, but no bits are promised. It takes a cache with
@@ -382,7 +384,7 @@ class Cache:
             sequences=sequences,
             q_lens=q_lens,
             layer=self._layer(layer),
-            modifiers=Modifiers.of(scale, causal, softcap, window_left, alibi_slopes, sinks, arithmetic),
+            modifiers=Modifiers.of(scale, causal, softcap, window_left, chunk, alibi_slopes, sinks, arithmetic),
         )
         results = Results(rows, self.v_dim, out, flag("return_lse", return_lse))
         stream = rows.stream()
@@ -409,6 +411,7 @@ class Cache:
         causal: bool = True,
         softcap: Optional[float] = None,
         window_left: Optional[int] = None,
+        chunk: Optional[int] = None,
         alibi_slopes: Optional[Sequence[float]] = None,
     ) -> Tuple[Any, Any]:
         """Attends over shards: the cache has a run of each sequence's tokens, and other caches, on any devices, have the rest. A shard begins at a multiple
@@ -438,7 +441,7 @@ class Cache:
             sequences=sequences,
             q_lens=q_lens,
             layer=self._layer(layer),
-            modifiers=Modifiers.of(scale, causal, softcap, window_left, alibi_slopes, None, "exact"),
+            modifiers=Modifiers.of(scale, causal, softcap, window_left, chunk, alibi_slopes, None, "exact"),
             tokens_before=before,
             tokens_after=after,
         )

@@ -64,6 +64,7 @@ class HostPages:
         causal: bool = True,
         softcap: Optional[float] = None,
         window_left: Optional[int] = None,
+        chunk: Optional[int] = None,
         alibi_slopes: Optional[Sequence[float]] = None,
         sinks: Optional[Sequence[float]] = None,
         out: Any = None,
@@ -76,7 +77,7 @@ class HostPages:
             page_table: int32 `[sequences, pages]`; entries behind a sequence's last token are not looked at.
             kv_lens: cached tokens of each sequence, those of the step included.
             q_lens: query tokens of each; one each if not given.
-            scale, causal, softcap, window_left, alibi_slopes, sinks, out, return_lse: as for `attn.Cache.attend`.
+            scale, causal, softcap, window_left, chunk, alibi_slopes, sinks, out, return_lse: as for `attn.Cache.attend`.
 
         Returns:
             The results, of q's type and library, and of its shape with v_dim as the last dim; with `return_lse` also the log-sum-exps, float32 `[query tokens, query heads]`.
@@ -88,7 +89,7 @@ class HostPages:
         step = SimpleNamespace(
             kv_lens=lens,
             q_lens=[1] * len(lens) if q_lens is None else counts("q_lens", q_lens),
-            modifiers=Modifiers.of(scale, causal, softcap, window_left, alibi_slopes, sinks, "exact"),
+            modifiers=Modifiers.of(scale, causal, softcap, window_left, chunk, alibi_slopes, sinks, "exact"),
         )
         results = Results(rows, self._v_dim, out, flag("return_lse", return_lse))
         arrays = SimpleNamespace(

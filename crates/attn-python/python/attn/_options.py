@@ -154,17 +154,19 @@ class Modifiers:
     causal: bool
     softcap: Optional[float]
     window_left: Optional[int]
+    chunk: Optional[int]
     alibi_slopes: Optional[List[float]]
     sinks: Optional[List[float]]
     fast: bool
 
     @staticmethod
-    def of(scale: Any, causal: Any, softcap: Any, window_left: Any, alibi_slopes: Any, sinks: Any, arithmetic: Any) -> "Modifiers":
+    def of(scale: Any, causal: Any, softcap: Any, window_left: Any, chunk: Any, alibi_slopes: Any, sinks: Any, arithmetic: Any) -> "Modifiers":
         return Modifiers(
             scale=optional_number("scale", scale),
             causal=flag("causal", causal),
             softcap=optional_number("softcap", softcap),
             window_left=optional_count("window_left", window_left),
+            chunk=optional_count("chunk", chunk, 1),
             alibi_slopes=numbers("alibi_slopes", alibi_slopes),
             sinks=numbers("sinks", sinks),
             fast=is_fast(arithmetic),

@@ -261,6 +261,7 @@ class ContextParallelCache:
         causal: bool = True,
         softcap: Optional[float] = None,
         window_left: Optional[int] = None,
+        chunk: Optional[int] = None,
         alibi_slopes: Optional[Sequence[float]] = None,
         sinks: Optional[Sequence[float]] = None,
         return_lse: bool = False,
@@ -293,6 +294,7 @@ class ContextParallelCache:
                 causal=causal,
                 softcap=softcap,
                 window_left=window_left,
+                chunk=chunk,
                 alibi_slopes=alibi_slopes,
             )
         except AttnError as error:

@@ -74,7 +74,7 @@ class Plan:
             tokens they have in all, and the most that one mostly has, for which the kernel is chosen.
         spans: sequences are shards, for `attend_spans`; not with `rows` or `ragged`. Sinks belong to `merge_spans`.
         device: `"cuda"`, `"cuda:1"`, a torch.device; torch's current one if not given.
-        scale, causal, softcap, window_left, alibi_slopes, sinks, arithmetic: as for `attn.Cache.attend`.
+        scale, causal, softcap, window_left, chunk, alibi_slopes, sinks, arithmetic: as for `attn.Cache.attend`.
         k_scales, v_scales: static scales for `"fp8"` and `"int8-tensor"`, one for each KV head.
 
     Raises:
@@ -101,6 +101,7 @@ class Plan:
         causal: bool = True,
         softcap: Optional[float] = None,
         window_left: Optional[int] = None,
+        chunk: Optional[int] = None,
         alibi_slopes: Any = None,
         sinks: Any = None,
         arithmetic: str = "exact",
@@ -122,7 +123,7 @@ class Plan:
             spans=flag("spans", spans),
             k_scales=numbers("k_scales", k_scales),
             v_scales=numbers("v_scales", v_scales),
-            modifiers=Modifiers.of(scale, causal, softcap, window_left, alibi_slopes, sinks, arithmetic),
+            modifiers=Modifiers.of(scale, causal, softcap, window_left, chunk, alibi_slopes, sinks, arithmetic),
         )
         if options.spans and (options.rows or options.ragged):
             raise ParameterError("spans=True with rows=True or ragged=True; a plan for shards is of the library's pages, and knows its q_lens")
