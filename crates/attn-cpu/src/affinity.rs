@@ -15,6 +15,7 @@ pub fn allowed() -> Vec<usize> {
         .collect()
 }
 
+/// No CPU: this system does not say.
 #[cfg(not(target_os = "linux"))]
 pub fn allowed() -> Vec<usize> {
     Vec::new()
@@ -29,6 +30,7 @@ pub fn confine(cpus: &[usize]) {
     let _ = sched_setaffinity(None, &set);
 }
 
+/// Leaves the calling thread free: this system has no call for it.
 #[cfg(not(target_os = "linux"))]
 pub fn confine(_: &[usize]) {}
 

@@ -83,6 +83,7 @@ pub(crate) static MANTISSAS: [f32; 64] = {
 };
 
 /// 2^(n·`step`/64) for n = 0 … N − 1: the tables whose products are the mantissas, where an instruction reads N entries.
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 pub(crate) const fn powers<const N: usize>(step: usize) -> [f32; N] {
     let (mut all, mut n) = ([0.0; N], 0);
     while n < N {
