@@ -14,12 +14,20 @@ const NONE: u32 = 0;
 /// The process that opened the first device. Not behind a lock: a fork can come while another thread holds it.
 static OWNER: AtomicU32 = AtomicU32::new(NONE);
 
+/// The number of this process. A page in a browser is no process and never forks.
+fn own() -> u32 {
+    match cfg!(target_family = "wasm") {
+        true => 1,
+        false => std::process::id(),
+    }
+}
+
 /// For backends: says that this process opens a device.
 ///
 /// # Errors
 /// Those of [`check`].
 pub fn open() -> Result<(), Unsupported> {
-    let (own, order) = (std::process::id(), Ordering::Relaxed);
+    let (own, order) = (own(), Ordering::Relaxed);
     match OWNER.compare_exchange(NONE, own, order, order) {
         Err(owner) if owner != own => Err(Unsupported::Forked),
         _ => Ok(()),
@@ -33,7 +41,7 @@ pub fn open() -> Result<(), Unsupported> {
 pub fn check() -> Result<(), Unsupported> {
     match OWNER.load(Ordering::Relaxed) {
         NONE => Ok(()),
-        owner if owner == std::process::id() => Ok(()),
+        owner if owner == own() => Ok(()),
         _ => Err(Unsupported::Forked),
     }
 }

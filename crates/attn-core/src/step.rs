@@ -322,8 +322,9 @@ impl<'a> DecodeStep<'a> {
         (inputs, StepOutputs { out, lse })
     }
 
-    /// Rounds the results into 16-bit outputs; [`DecodeAttention::decode`](crate::DecodeAttention::decode) calls it.
-    pub(crate) fn finish(&mut self) {
+    /// For backends: rounds the results into 16-bit outputs, as [`DecodeAttention::decode`](crate::DecodeAttention::decode) does behind
+    /// [`DecodeAttention::execute`](crate::DecodeAttention::execute).
+    pub fn finish(&mut self) {
         if let Output::Narrow(wide, narrow, layout) = &mut self.out {
             scatter(wide, narrow, layout);
         }

@@ -315,7 +315,7 @@ fn bytes() -> Vec<[f32; 3]> {
     all
 }
 
-pub(crate) fn check(gpu: &Gpu) -> Result<Vec<ArithmeticCheck>, Error> {
+pub(crate) async fn check(gpu: &Gpu) -> Result<Vec<ArithmeticCheck>, Error> {
     let text = wgsl::arithmetic_text();
     let pipeline = pipeline::compile(gpu, "check_arithmetic", text)?;
     let inputs: Vec<_> = FUNCTIONS.iter().map(|(_, _, inputs, _)| inputs()).collect();
@@ -367,7 +367,8 @@ pub(crate) fn check(gpu: &Gpu) -> Result<Vec<ArithmeticCheck>, Error> {
         }
         gpu.queue.submit([encoder.finish()]);
     })?;
-    let bytes = gpu.read("checking the arithmetic", &[(&result, 0, bytes)])?;
+    let parts = [(&result, 0, bytes)];
+    let bytes = gpu.read_async("checking the arithmetic", &parts).await?;
     let words: Vec<u32> = bytes
         .chunks_exact(4)
         .map(|b| u32::from_le_bytes([b[0], b[1], b[2], b[3]]))

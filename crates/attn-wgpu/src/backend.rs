@@ -13,7 +13,7 @@ use crate::{
     append::{self, AppendPipelines},
     arithmetic::{self, ArithmeticCheck},
     error::BACKEND,
-    gpu::{self, Gpu},
+    gpu::{self, Gpu, IN_BROWSER},
     import::ViewPages,
     launch::{KvTables, Prepared},
     options::Options,
@@ -63,7 +63,21 @@ impl WgpuBackend {
     /// # Ok::<(), attn_core::Unsupported>(())
     /// ```
     pub fn with_options(options: &Options) -> Result<Self, Unsupported> {
-        Ok(Self::on(Gpu::open(options)?).tuned(options.tuning))
+        if IN_BROWSER {
+            return Err(gpu::absent(
+                "a page in a browser cannot wait for an adapter",
+                "await WgpuBackend::open_async",
+            ));
+        }
+        pollster::block_on(Self::open_async(options))
+    }
+
+    /// Opens an adapter with these options, as [`WgpuBackend::with_options`] does, for callers that must not wait, such as a page in a browser (WebGPU).
+    ///
+    /// # Errors
+    /// Those of [`WgpuBackend::open`].
+    pub async fn open_async(options: &Options) -> Result<Self, Unsupported> {
+        Ok(Self::on(Gpu::open(options).await?).tuned(options.tuning))
     }
 
     /// Uses a caller's device and queue, with the features and limits that they were created with.
@@ -96,15 +110,21 @@ impl WgpuBackend {
 
     fn on(gpu: Gpu) -> Self {
         let info = &gpu.info;
+        // A browser tells neither the driver nor, as a rule, the name.
+        let api = format!("{:?}", info.backend);
+        let known = [&api[..], &info.driver, &info.driver_info];
+        let known: Vec<&str> = known.into_iter().filter(|x| !x.is_empty()).collect();
         let detail = format!(
-            "{} adapter, {:?}, {} {}, bindings of {} MiB",
+            "{} adapter, {}, bindings of {} MiB",
             gpu::kind(info),
-            info.backend,
-            info.driver,
-            info.driver_info,
+            known.join(", "),
             gpu.limits.max_storage_buffer_binding_size >> 20
         );
-        let device = DeviceInfo::new(BACKEND, info.name.clone(), detail);
+        let name = match &info.name[..] {
+            "" => "adapter without a name",
+            name => name,
+        };
+        let device = DeviceInfo::new(BACKEND, name, detail);
         WgpuBackend {
             gpu: Arc::new(gpu),
             pipelines: Pipelines::default(),
@@ -129,7 +149,36 @@ impl WgpuBackend {
     /// # Errors
     /// [`Error::Device`].
     pub fn check_arithmetic(&self) -> Result<Vec<ArithmeticCheck>, Error> {
-        arithmetic::check(&self.gpu)
+        self.gpu
+            .blocking("checking the arithmetic", self.check_arithmetic_async())
+    }
+
+    /// [`WgpuBackend::check_arithmetic`], for a page in a browser.
+    ///
+    /// # Errors
+    /// [`Error::Device`].
+    pub async fn check_arithmetic_async(&self) -> Result<Vec<ArithmeticCheck>, Error> {
+        arithmetic::check(&self.gpu).await
+    }
+
+    /// Attends as [`DecodeAttention::decode`] does, and hands the thread back while the device works. Outside a browser the future waits for the device
+    /// when it is first polled.
+    ///
+    /// # Errors
+    /// Those of [`DecodeAttention::decode`].
+    pub async fn decode_async(&self, step: &mut DecodeStep<'_>) -> Result<(), Error> {
+        self.execute_async(step).await?;
+        step.finish();
+        Ok(())
+    }
+
+    /// Waits until the device has done all that was submitted to it, and reports what it refused. A browser reports nothing before: calls that do not end in
+    /// `_async` return there before the device has looked at their work.
+    ///
+    /// # Errors
+    /// [`Error::Device`].
+    pub async fn finish_async(&self) -> Result<(), Error> {
+        self.gpu.finish_async("waiting for the device").await
     }
 
     /// The device that holds the caches and kernels.
@@ -351,7 +400,7 @@ impl WgpuBackend {
         Ok(self.supports(problem, format)?)
     }
 
-    fn run(&self, step: &Prepared, q: &[f32]) -> Result<Vec<u8>, Error> {
+    async fn run(&self, step: &Prepared, q: &[f32]) -> Result<Vec<u8>, Error> {
         let gpu = &self.gpu;
         let (q_bytes, out_bytes) = (4 * step.q_elems, 4 * step.out_elems);
         let lse_bytes = 4 * step.lse_elems;
@@ -369,10 +418,58 @@ impl WgpuBackend {
             gpu.queue.write_buffer(&queries, 0, bytemuck::cast_slice(q))
         })?;
         gpu.submit("decoding", encoder)?;
-        gpu.read(
-            "reading results",
-            &[(&out, 0, out_bytes), (&lse, 0, lse_bytes)],
-        )
+        let parts = [(&out, 0, out_bytes), (&lse, 0, lse_bytes)];
+        gpu.read_async("reading results", &parts).await
+    }
+
+    /// What [`DecodeAttention::execute`] does.
+    async fn execute_async(&self, step: &mut DecodeStep<'_>) -> Result<(), Error> {
+        let planned = step.plan().prepared();
+        if !planned.is_some_and(|Planned(gpu)| Arc::ptr_eq(gpu, &self.gpu)) {
+            return Err(Error::WrongBackend {
+                backend: BACKEND,
+                what: "plan",
+            });
+        }
+        self.gpu.alive("decoding")?;
+        let (inputs, StepOutputs { out, lse, .. }) = step.parts();
+        let problem = inputs.problem();
+        if out.is_empty() {
+            return Ok(());
+        }
+        let prepared = match inputs.kv().memory() {
+            KvMemory::Pages(layer, table) => self.prepare_sequences(problem, layer, table)?,
+            KvMemory::Pool(_) => return Err(PagePool::refused_by(BACKEND)),
+            KvMemory::View(view) => match view::upload(&self.gpu, view, problem)? {
+                Some([k, v]) => {
+                    let view = DeviceView {
+                        format: view.format(),
+                        k: k.rows(),
+                        v: v.rows(),
+                        k_tensor_scales: view.k_tensor_scales(),
+                        v_tensor_scales: view.v_tensor_scales(),
+                    };
+                    self.prepare_view(problem, &view)?
+                }
+                None => {
+                    let pages = ViewPages::new(self.gpu.clone(), view, problem)?;
+                    Prepared::new(&self.gpu, &self.pipelines, problem, &pages.tables(view))?
+                }
+            },
+        };
+        let q = inputs.q().packed(0..problem.query_tokens())?;
+        let mut out = out.packed()?;
+        let bytes = self.run(&prepared, &q).await?;
+        let mut words = bytes
+            .chunks_exact(4)
+            .map(|w| f32::from_le_bytes([w[0], w[1], w[2], w[3]]));
+        out.as_mut_slice()
+            .iter_mut()
+            .chain(lse.into_iter().flatten())
+            .zip(&mut words)
+            .for_each(|(to, x)| *to = x);
+        out.finish();
+        Ok(())
     }
 }
 
@@ -430,51 +527,6 @@ impl DecodeAttention for WgpuBackend {
     }
 
     fn execute(&self, step: &mut DecodeStep<'_>) -> Result<(), Error> {
-        let planned = step.plan().prepared();
-        if !planned.is_some_and(|Planned(gpu)| Arc::ptr_eq(gpu, &self.gpu)) {
-            return Err(Error::WrongBackend {
-                backend: BACKEND,
-                what: "plan",
-            });
-        }
-        self.gpu.alive("decoding")?;
-        let (inputs, StepOutputs { out, lse, .. }) = step.parts();
-        let problem = inputs.problem();
-        if out.is_empty() {
-            return Ok(());
-        }
-        let prepared = match inputs.kv().memory() {
-            KvMemory::Pages(layer, table) => self.prepare_sequences(problem, layer, table)?,
-            KvMemory::Pool(_) => return Err(PagePool::refused_by(BACKEND)),
-            KvMemory::View(view) => match view::upload(&self.gpu, view, problem)? {
-                Some([k, v]) => {
-                    let view = DeviceView {
-                        format: view.format(),
-                        k: k.rows(),
-                        v: v.rows(),
-                        k_tensor_scales: view.k_tensor_scales(),
-                        v_tensor_scales: view.v_tensor_scales(),
-                    };
-                    self.prepare_view(problem, &view)?
-                }
-                None => {
-                    let pages = ViewPages::new(self.gpu.clone(), view, problem)?;
-                    Prepared::new(&self.gpu, &self.pipelines, problem, &pages.tables(view))?
-                }
-            },
-        };
-        let q = inputs.q().packed(0..problem.query_tokens())?;
-        let mut out = out.packed()?;
-        let bytes = self.run(&prepared, &q)?;
-        let mut words = bytes
-            .chunks_exact(4)
-            .map(|w| f32::from_le_bytes([w[0], w[1], w[2], w[3]]));
-        out.as_mut_slice()
-            .iter_mut()
-            .chain(lse.into_iter().flatten())
-            .zip(&mut words)
-            .for_each(|(to, x)| *to = x);
-        out.finish();
-        Ok(())
+        self.gpu.blocking("decoding", self.execute_async(step))
     }
 }

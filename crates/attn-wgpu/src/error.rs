@@ -26,6 +26,11 @@ pub enum WgpuError {
     /// A mapped buffer could not be read.
     #[error("a result could not be read back; open the backend again")]
     Unmapped(#[source] wgpu::MapRangeError),
+    /// A call that waits, on a page in a browser, which cannot.
+    #[error(
+        "a page in a browser cannot wait for the device; await WgpuBackend's method of the same name that ends in _async"
+    )]
+    Waits,
     /// Waiting for the device failed.
     #[error("waiting for the device failed; open the backend again")]
     Poll(#[source] wgpu::PollError),

@@ -2,12 +2,18 @@
 //!
 //! Limits and features are the adapter's, never assumed; [`Options`] can ask for WebGPU's default limits and no optional feature.
 //!
+//! A browser answers when its page has handed the thread back. What waits is therefore an async function, [`Gpu::blocking`] waits for it elsewhere, and what
+//! the browser has yet to say of work that it was given is asked for at the next wait ([`Gpu::reported`]).
+//!
 //! wgpu swallows the errors of a lost device, so every call first checks that the device is there ([`Gpu::alive`]).
 
 use std::{
     any::Any,
+    future::poll_fn,
     panic::{AssertUnwindSafe, catch_unwind},
-    sync::{Arc, Mutex, OnceLock},
+    pin::Pin,
+    sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError},
+    task::{Poll, Waker},
 };
 
 use attn_core::{Error, Unsupported, process};
@@ -18,6 +24,12 @@ use crate::{
     options::{AdapterFeatures, Options},
 };
 
+/// Whether this is a page in a browser, which cannot wait.
+pub(crate) const IN_BROWSER: bool = cfg!(target_family = "wasm");
+
+/// What a device will say of some work: the first error, if there is one.
+type Report = Pin<Box<dyn Future<Output = Option<wgpu::Error>> + Send>>;
+
 /// A device and its queue, with the adapter's properties.
 pub(crate) struct Gpu {
     pub device: wgpu::Device,
@@ -27,6 +39,46 @@ pub(crate) struct Gpu {
     lost: Arc<OnceLock<String>>,
     /// Error scopes are per thread, but submissions to one device take turns anyway.
     turn: Mutex<()>,
+    /// What a browser has yet to say, of the calls so named.
+    reports: Mutex<Vec<(&'static str, Report)>>,
+}
+
+/// A call that the device answers by a callback.
+#[derive(Clone)]
+struct Answer<T>(Arc<Mutex<(Option<T>, Option<Waker>)>>);
+
+impl<T> Answer<T> {
+    fn new() -> Self {
+        Answer(Arc::default())
+    }
+
+    fn locked(&self) -> MutexGuard<'_, (Option<T>, Option<Waker>)> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The callback.
+    fn give(&self, answer: T) {
+        let mut state = self.locked();
+        state.0 = Some(answer);
+        if let Some(waker) = state.1.take() {
+            waker.wake();
+        }
+    }
+
+    /// The answer, once it is there.
+    async fn given(&self) -> T {
+        poll_fn(|context| {
+            let mut state = self.locked();
+            match state.0.take() {
+                Some(answer) => Poll::Ready(answer),
+                None => {
+                    state.1 = Some(context.waker().clone());
+                    Poll::Pending
+                }
+            }
+        })
+        .await
+    }
 }
 
 pub(crate) fn absent(reason: impl Into<String>, next_step: &str) -> Unsupported {
@@ -46,6 +98,8 @@ const MOST_WORKGROUPS: u32 = 65535;
 const INSTALL: &str =
     "install libvulkan1 (and mesa-vulkan-drivers for a software adapter), or use backend \"cpu\"";
 
+const BROWSER: &str = "use a browser with WebGPU (Chrome, Edge, Safari 26, Firefox 141 and newer), over https or from localhost";
+
 /// The order of preference: discrete before integrated before software.
 fn rank(info: &wgpu::AdapterInfo) -> usize {
     match info.device_type {
@@ -62,6 +116,14 @@ pub(crate) fn kind(info: &wgpu::AdapterInfo) -> &'static str {
     ["discrete", "integrated", "virtual", "other", "software"][rank(info)]
 }
 
+/// An error that the device reported.
+fn failure(error: wgpu::Error) -> WgpuError {
+    match error {
+        wgpu::Error::OutOfMemory { .. } => WgpuError::OutOfMemory(error),
+        _ => WgpuError::Failed(error),
+    }
+}
+
 /// The message of a panic.
 fn text_of(panic: &(dyn Any + Send)) -> String {
     let text = panic.downcast_ref::<String>().map(String::as_str);
@@ -71,15 +133,18 @@ fn text_of(panic: &(dyn Any + Send)) -> String {
 
 impl Gpu {
     /// Chooses an adapter and opens its device.
-    pub fn open(options: &Options) -> Result<Self, Unsupported> {
+    pub async fn open(options: &Options) -> Result<Self, Unsupported> {
         process::open()?;
         let mut descriptor = wgpu::InstanceDescriptor::new_without_display_handle();
         descriptor.flags = wgpu::InstanceFlags::empty();
         let instance = wgpu::Instance::new(descriptor);
-        let mut adapters = pollster::block_on(instance.enumerate_adapters(wgpu::Backends::all()));
+        let mut adapters = instance.enumerate_adapters(wgpu::Backends::all()).await;
         adapters.sort_by_key(|adapter| rank(&adapter.get_info()));
         if adapters.is_empty() {
-            return Err(absent("no Vulkan, Metal or DX12 adapter", INSTALL));
+            return Err(match IN_BROWSER {
+                true => absent("this browser offers no WebGPU adapter", BROWSER),
+                false => absent("no Vulkan, Metal or DX12 adapter", INSTALL),
+            });
         }
         let wanted = options.adapter.as_deref().unwrap_or_default();
         let names: Vec<_> = adapters.iter().map(|a| a.get_info().name).collect();
@@ -95,10 +160,13 @@ impl Gpu {
                 "set Options::adapter or ATTN_WGPU=adapter=NAME to a part of one of these";
             return Err(absent(reason, next_step));
         };
-        Self::of_adapter(&adapters.swap_remove(index), options.features)
+        Self::of_adapter(&adapters.swap_remove(index), options.features).await
     }
 
-    fn of_adapter(adapter: &wgpu::Adapter, features: AdapterFeatures) -> Result<Self, Unsupported> {
+    async fn of_adapter(
+        adapter: &wgpu::Adapter,
+        features: AdapterFeatures,
+    ) -> Result<Self, Unsupported> {
         let (features, limits) = match features {
             AdapterFeatures::None => (Features::empty(), Limits::default()),
             AdapterFeatures::All => (
@@ -112,7 +180,8 @@ impl Gpu {
             required_limits: limits,
             ..Default::default()
         });
-        let (device, queue) = pollster::block_on(request)
+        let (device, queue) = request
+            .await
             .map_err(|error| absent(format!("{}: {error}", adapter.get_info().name), INSTALL))?;
         let gpu = Self::of_device(device, queue)?;
         // A caller's device keeps its own callback: `alive` then finds the loss, but not its reason.
@@ -149,6 +218,7 @@ impl Gpu {
             limits,
             lost: Arc::default(),
             turn: Mutex::new(()),
+            reports: Mutex::default(),
         };
         match gpu.lives() {
             true => Ok(gpu),
@@ -170,7 +240,7 @@ impl Gpu {
         most.min(MOST_WORKGROUPS) as usize
     }
 
-    /// Runs `work`, and returns the first error that the device reports about it.
+    /// Runs `work`, and returns the first error that the device reports about it; in a browser, one of [`Gpu::alive`].
     pub fn guarded<T>(&self, doing: &'static str, work: impl FnOnce() -> T) -> Result<T, Error> {
         let _turn = self.turn.lock().unwrap_or_else(|e| e.into_inner());
         self.alive(doing)?;
@@ -182,19 +252,68 @@ impl Gpu {
         .map(|filter| self.device.push_error_scope(filter));
         // wgpu identifies its handles by numbers, and panics for one of another instance.
         let value = catch_unwind(AssertUnwindSafe(work));
-        let mut first = None;
-        for scope in scopes.into_iter().rev() {
-            first = first.or(pollster::block_on(scope.pop()));
-        }
+        // All are popped at once, the last one first.
+        let scopes = scopes.into_iter().rev().map(wgpu::ErrorScopeGuard::pop);
+        let first = self.reported(doing, scopes.collect());
         let failed = match (value, first) {
             (Ok(value), None) => return Ok(value),
             (Err(panic), _) => WgpuError::Panicked(text_of(&*panic)),
-            (_, Some(error @ wgpu::Error::OutOfMemory { .. })) => WgpuError::OutOfMemory(error),
-            (_, Some(error)) => WgpuError::Failed(error),
+            (_, Some(error)) => failure(error),
         };
         // On a lost device, the loss is the cause of every failure.
         self.alive(doing)?;
         Err(device(doing, failed))
+    }
+
+    /// The first error of popped scopes, where the device says it at once. A browser's is kept for [`Gpu::settled`].
+    fn reported(
+        &self,
+        doing: &'static str,
+        scopes: Vec<impl Future<Output = Option<wgpu::Error>> + Send + 'static>,
+    ) -> Option<wgpu::Error> {
+        let report = async {
+            let mut first = None;
+            for scope in scopes {
+                first = first.or(scope.await);
+            }
+            first
+        };
+        if IN_BROWSER {
+            self.waiting().push((doing, Box::pin(report)));
+            return None;
+        }
+        pollster::block_on(report)
+    }
+
+    fn waiting(&self) -> MutexGuard<'_, Vec<(&'static str, Report)>> {
+        self.reports.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The first error of all work so far that a browser had yet to report.
+    async fn settled(&self) -> Result<(), Error> {
+        let reports = std::mem::take(&mut *self.waiting());
+        let mut first = None;
+        for (doing, report) in reports {
+            let error = report.await;
+            first = first.or(error.map(|error| (doing, error)));
+        }
+        let Some((doing, error)) = first else {
+            return Ok(());
+        };
+        self.alive(doing)?;
+        Err(device(doing, failure(error)))
+    }
+
+    /// Waits for what an async function does, where that is possible.
+    pub fn blocking<T>(
+        &self,
+        doing: &'static str,
+        work: impl Future<Output = Result<T, Error>>,
+    ) -> Result<T, Error> {
+        match IN_BROWSER {
+            true => Err(device(doing, WgpuError::Waits)),
+            false => pollster::block_on(work),
+        }
     }
 
     /// Refuses a lost device, and a process that was forked from the one that opened it.
@@ -210,8 +329,11 @@ impl Gpu {
     }
 
     /// Whether the device takes operations. It answers an invalid one with an error; a lost device, whose errors wgpu swallows, answers
-    /// with none. The callback of a loss comes too late: it runs when the queue is empty and the device is polled.
+    /// with none. The callback of a loss comes too late: it runs when the queue is empty and the device is polled. In a browser it is the one that there is.
     fn lives(&self) -> bool {
+        if IN_BROWSER {
+            return true;
+        }
         let scope = self.device.push_error_scope(ErrorFilter::Validation);
         drop(self.device.create_buffer(&wgpu::BufferDescriptor {
             label: None,
@@ -274,7 +396,7 @@ impl Gpu {
         self.alive(doing)
     }
 
-    /// Waits for all submitted work.
+    /// Waits for all submitted work; in a browser, for nothing.
     pub fn wait(&self, doing: &'static str) -> Result<(), Error> {
         // wgpu panics if the driver reports a loss during the wait; by then it holds no lock.
         let polled = catch_unwind(AssertUnwindSafe(|| {
@@ -290,8 +412,30 @@ impl Gpu {
         }
     }
 
+    /// Waits for all submitted work, and reports what the device refused.
+    pub async fn finish_async(&self, doing: &'static str) -> Result<(), Error> {
+        if !IN_BROWSER {
+            return self.wait(doing);
+        }
+        let done = Answer::new();
+        let callback = done.clone();
+        self.queue.on_submitted_work_done(move || callback.give(()));
+        done.given().await;
+        self.settled().await?;
+        self.alive(doing)
+    }
+
     /// Waits for all submitted work and reads parts of buffers (with `COPY_SRC`; offsets and lengths are multiples of 4).
     pub fn read(
+        &self,
+        doing: &'static str,
+        parts: &[(&wgpu::Buffer, u64, u64)],
+    ) -> Result<Vec<u8>, Error> {
+        self.blocking(doing, self.read_async(doing, parts))
+    }
+
+    /// [`Gpu::read`], for callers that must not wait.
+    pub async fn read_async(
         &self,
         doing: &'static str,
         parts: &[(&wgpu::Buffer, u64, u64)],
@@ -305,8 +449,8 @@ impl Gpu {
             total,
             wgpu::BufferUsages::MAP_READ | wgpu::BufferUsages::COPY_DST,
         )?;
-        let mapped = Arc::new(Mutex::new(None));
-        let result = mapped.clone();
+        let mapped = Answer::new();
+        let callback = mapped.clone();
         self.guarded(doing, || {
             let mut encoder = self.device.create_command_encoder(&Default::default());
             let mut at = 0;
@@ -316,11 +460,21 @@ impl Gpu {
             }
             self.queue.submit([encoder.finish()]);
             staging.map_async(wgpu::MapMode::Read, .., move |outcome| {
-                *result.lock().unwrap_or_else(|e| e.into_inner()) = Some(outcome);
+                callback.give(outcome);
             });
         })?;
-        self.wait(doing)?;
-        let outcome = mapped.lock().unwrap_or_else(|e| e.into_inner()).take();
+        let outcome = match IN_BROWSER {
+            true => {
+                let outcome = mapped.given().await;
+                self.settled().await?;
+                self.alive(doing)?;
+                Some(outcome)
+            }
+            false => {
+                self.wait(doing)?;
+                mapped.locked().0.take()
+            }
+        };
         if let Some(Err(error)) = outcome {
             return Err(device(doing, WgpuError::Map(error)));
         }

@@ -15,7 +15,7 @@ use attn_kernels::wgsl::{
 
 use crate::{
     error::{BACKEND, WgpuError, device},
-    gpu::Gpu,
+    gpu::{Gpu, IN_BROWSER},
 };
 
 /// A compute pipeline, whatever its bind group layout.
@@ -41,7 +41,8 @@ pub(crate) fn compile(
     text: Result<String, SpecialiseError>,
 ) -> Result<Pipeline, Error> {
     let text = text.map_err(|e| device("specialising a kernel", WgpuError::from(e)))?;
-    let start = Instant::now();
+    // A browser has no such clock.
+    let start = (!IN_BROWSER).then(Instant::now);
     let made = gpu.guarded("compiling a kernel", || {
         // SAFETY: without bounds checks an index past a binding is undefined. Of what the kernels index by, release builds check
         // - the pages of a step: `launch::KvTables::check` compares those from the first tile on that any row sees, where workgroups begin
@@ -83,7 +84,9 @@ pub(crate) fn compile(
                 }),
         )
     })?;
-    events::loaded(BACKEND, name, &gpu.info.name, "compiled", start);
+    if let Some(start) = start {
+        events::loaded(BACKEND, name, &gpu.info.name, "compiled", start);
+    }
     Ok(made)
 }
 

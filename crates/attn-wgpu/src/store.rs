@@ -9,7 +9,7 @@ use attn_core::{
 
 use crate::{
     append::{AppendPipelines, Appender, Launch, dispatch},
-    gpu::Gpu,
+    gpu::{Gpu, IN_BROWSER},
     pool::Pool,
 };
 
@@ -126,6 +126,10 @@ impl PageStore for DevicePages {
         out: &mut [u8],
     ) -> Result<(), Error> {
         self.pools[layer].read_pages(pages, out)
+    }
+
+    fn can_wait(&self) -> bool {
+        !IN_BROWSER
     }
 
     fn write_pages(

@@ -67,7 +67,9 @@ impl KvCache {
     /// Whether [`KvCache::look_at_keys`] would read a layer's pages: for who orders what it enqueued ahead of that.
     #[must_use]
     pub fn keys_are_due(&self, layer: usize) -> bool {
-        self.config.format.k.code_bits() < 16 && self.sequence_to_look_at(layer).is_some()
+        self.config.format.k.code_bits() < 16
+            && self.store.can_wait()
+            && self.sequence_to_look_at(layer).is_some()
     }
 
     fn sequence_to_look_at(&self, layer: usize) -> Option<usize> {

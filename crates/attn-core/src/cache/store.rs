@@ -106,6 +106,10 @@ pub trait PageStore: Send + Sync {
         pages: &[u32],
         bytes: &[u8],
     ) -> Result<(), Error>;
+    /// Whether [`PageStore::read_pages`] can wait for the device. On a page in a browser it cannot, and what the cache would look at by itself stays unread.
+    fn can_wait(&self) -> bool {
+        true
+    }
     /// Reads the bytes of one page of a layer.
     ///
     /// # Errors

@@ -339,6 +339,36 @@ fn an_engines_rows_are_read_where_they_lie(backend: &WgpuBackend) {
     assert_eq!(bits(&want_lse), download(backend, &lse));
 }
 
+/// What is awaited is what waits, to the last step: 16-bit outputs are rounded, too.
+fn awaited_calls_answer_as_those_that_wait(backend: &WgpuBackend) {
+    let heads = Heads {
+        q: HEADS[0],
+        kv: HEADS[1],
+        dim: DIM,
+    };
+    let config = CacheConfig::builder(KvFormat::INT8, heads)
+        .max_len(100)
+        .build();
+    let mut cache = backend.create_cache(&config).unwrap();
+    let rows = |seed| noise(100 * HEADS[1] * DIM, seed);
+    cache.append(0, &rows(1), &rows(2)).unwrap();
+    let plan = backend
+        .plan(&Problem::new(heads, [100]), KvFormat::INT8)
+        .unwrap();
+    let q = noise(HEADS[0] * DIM, 3);
+    let [mut waited, mut awaited] = [(); 2].map(|()| vec![half::f16::NAN; q.len()]);
+    let mut step = DecodeStep::new(&plan, &q, KvSource::Cache(&cache), &mut waited).unwrap();
+    backend.decode(&mut step).unwrap();
+    let mut step = DecodeStep::new(&plan, &q, KvSource::Cache(&cache), &mut awaited).unwrap();
+    pollster::block_on(backend.decode_async(&mut step)).unwrap();
+    assert!(waited.iter().any(|x| x.to_f32() != 0.0));
+    assert_eq!(waited, awaited);
+    pollster::block_on(backend.finish_async()).unwrap();
+    let checks = pollster::block_on(backend.check_arithmetic_async()).unwrap();
+    let waited = backend.check_arithmetic().unwrap();
+    assert_eq!(format!("{checks:?}"), format!("{waited:?}"));
+}
+
 /// Adds the tests of this file.
 pub fn add(trials: Trials<WgpuBackend>) -> Trials<WgpuBackend> {
     trials
@@ -357,5 +387,9 @@ pub fn add(trials: Trials<WgpuBackend>) -> Trials<WgpuBackend> {
         .test(
             "native: an engines rows are read where they lie",
             an_engines_rows_are_read_where_they_lie,
+        )
+        .test(
+            "native: awaited calls answer as those that wait",
+            awaited_calls_answer_as_those_that_wait,
         )
 }
