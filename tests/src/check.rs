@@ -445,8 +445,8 @@ fn exceeds(
     ))
 }
 
-/// FNV-1a over 32-bit words.
-fn digest(words: impl Iterator<Item = u32>) -> u64 {
+/// The digest of outputs' bits: FNV-1a over 32-bit words.
+pub fn digest(words: impl Iterator<Item = u32>) -> u64 {
     words
         .flat_map(u32::to_le_bytes)
         .fold(0xcbf2_9ce4_8422_2325, |hash, byte| {

@@ -178,7 +178,7 @@ fn claim(backend: &str, format: KvFormat) -> &'static str {
 
 fn table() -> String {
     let mut text = String::from(
-        "| | `cpu`: AVX-512, AVX2, NEON, portable SIMD | `cuda`: Linux, sm_80 and newer | `wgpu`: Vulkan, Metal, DX12 |\n|---|---|---|---|\n",
+        "| | `cpu`: AVX-512, AVX2, NEON, portable SIMD | `cuda`: Linux, sm_80 and newer | `wgpu`: Vulkan, Metal, DX12, WebGPU |\n|---|---|---|---|\n",
     );
     for (names, behind) in FORMATS {
         let formats: Vec<KvFormat> = names.iter().map(|name| name.parse().unwrap()).collect();

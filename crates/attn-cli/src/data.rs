@@ -160,6 +160,11 @@ pub fn load(file: Option<&Path>, asked: Option<Layout>) -> Result<Layers> {
             &owned
         }
     };
+    load_bytes(bytes, asked)
+}
+
+/// All layers of a file's bytes.
+pub fn load_bytes(bytes: &[u8], asked: Option<Layout>) -> Result<Layers> {
     let Inputs { layout, layers } = load_kv(bytes, asked)?;
     let tensors = parse(bytes)?;
     let scale = match metadata(bytes, "scale")? {

@@ -4,7 +4,7 @@
 //! before that leaves the target as it was, and no temporary file.
 
 use std::{
-    fs::{self, File},
+    fs,
     io::{ErrorKind, Write},
     path::{Path, PathBuf},
 };
@@ -88,7 +88,7 @@ impl Target {
         }
         // The name is durable once its folder is on the disk, too. Not every file system can flush folders.
         #[cfg(unix)]
-        if let Ok(folder) = File::open(folder(&place)) {
+        if let Ok(folder) = fs::File::open(folder(&place)) {
             let _ = folder.sync_all();
         }
         Ok(())

@@ -9,6 +9,7 @@ mod mutants;
 mod package;
 mod paths;
 mod tarball;
+mod web;
 mod wheel;
 mod words;
 
@@ -43,6 +44,7 @@ const USAGE: &str = "usage: cargo xtask COMMAND
   tables [--check | DIR]   writes the tables of the documents again from docs/data, or from a run of .ci/gpu
   tarball [--built] [--features wgpu]
                            headers, libraries, pkg-config and CMake files for C and C++, into target/tarball; built: of the tests' library
+  web                      builds the page of crates/attn-web, which measures attn in a browser, into target/web
   wheel                    builds the Python package for machines without Rust, into target/wheels
   words                    finds words that docs/architecture.md's glossary has replaced, variables that docs/variables.md lacks,
                            files that a document names and that do not exist, and rows of docs/others-bugs.md without a test";
@@ -81,6 +83,7 @@ fn main() -> Result<()> {
             let features = arguments.iter().skip_while(|a| *a != "--features").nth(1);
             tarball::run(&root(), has("--built"), features.map(String::as_str))
         }
+        Some("web") => web::run(&root().canonicalize()?),
         Some("wheel") => wheel::run(&root()),
         Some("words") => words::run(&root()),
         _ => bail!(USAGE),
