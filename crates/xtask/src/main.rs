@@ -45,7 +45,7 @@ const USAGE: &str = "usage: cargo xtask COMMAND
   tarball [--built] [--features wgpu]
                            headers, libraries, pkg-config and CMake files for C and C++, into target/tarball; built: of the tests' library
   web                      builds the page of crates/attn-web, which measures attn in a browser, into target/web
-  wheel                    builds the Python package for machines without Rust, into target/wheels
+  wheel [--target aarch64] builds the Python package for machines without Rust, into target/wheels (target/wheels-aarch64)
   words                    finds words that docs/architecture.md's glossary has replaced, variables that docs/variables.md lacks,
                            files that a document names and that do not exist, and rows of docs/others-bugs.md without a test";
 
@@ -84,7 +84,10 @@ fn main() -> Result<()> {
             tarball::run(&root(), has("--built"), features.map(String::as_str))
         }
         Some("web") => web::run(&root().canonicalize()?),
-        Some("wheel") => wheel::run(&root()),
+        Some("wheel") => {
+            let target = arguments.iter().skip_while(|a| *a != "--target").nth(1);
+            wheel::run(&root(), target.map(String::as_str))
+        }
         Some("words") => words::run(&root()),
         _ => bail!(USAGE),
     }
