@@ -144,7 +144,7 @@ fn problem(kv: &Kv, q_heads: usize, q_len: usize, scale: f32) -> Problem {
     let heads = Heads {
         q: q_heads,
         kv: kv.kv_heads,
-        dim: kv.head_dim,
+        dim: kv.head_dim.into(),
     };
     let mut problem = Problem::new(heads, [kv.seq]);
     problem.q_lens = vec![q_len];
