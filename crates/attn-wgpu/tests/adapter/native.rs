@@ -344,7 +344,7 @@ fn awaited_calls_answer_as_those_that_wait(backend: &WgpuBackend) {
     let heads = Heads {
         q: HEADS[0],
         kv: HEADS[1],
-        dim: DIM,
+        dim: DIM.into(),
     };
     let config = CacheConfig::builder(KvFormat::INT8, heads)
         .max_len(100)
