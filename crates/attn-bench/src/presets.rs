@@ -1,6 +1,6 @@
 //! The workloads that have names: published figures refer to them, and every backend's bench takes the same list.
 
-use attn_core::{Arithmetic, Heads, KvFormat, Problem, arithmetic::TILE};
+use attn_core::{Arithmetic, HeadDim, Heads, KvFormat, Problem, arithmetic::TILE};
 
 use crate::workload::{CacheLayout, Operation, Workload, page_bytes};
 
@@ -137,6 +137,29 @@ impl List {
         for dim in [64, 80, 96, 128, 192, 256] {
             let lens = vec![8192; batch_for(256 << 20, 1, dim, 8192)];
             self.add("dims", &format!("d{dim}"), "int8", [8, 1, dim], lens);
+        }
+    }
+
+    /// Heads wider than 256 elements, and keys wider than values.
+    fn wide(&mut self) {
+        for (family, heads, dim, formats) in [
+            ("d512", [16, 2], HeadDim::from(512), "int8,int8/int4,int4"),
+            (
+                "k192",
+                [32, 4],
+                HeadDim::from((192, 128)),
+                "bf16,fp8,int8,int4",
+            ),
+            ("k576", [16, 1], HeadDim::from((576, 512)), "int8,int8/int4"),
+        ] {
+            let [q_heads, kv_heads] = heads;
+            for batch in [1, 32] {
+                let name = format!("{q_heads}-{kv_heads}-ctx8192-batch{batch}");
+                let shape = [q_heads, kv_heads, dim.k];
+                for workload in self.add(family, &name, formats, shape, vec![8192; batch]) {
+                    workload.problem.head_dim = dim;
+                }
+            }
         }
     }
 
@@ -329,6 +352,7 @@ pub fn workloads() -> Vec<Workload> {
     let mut list = List::default();
     list.single();
     list.one_kv_head();
+    list.wide();
     list.query_rows();
     list.query_tokens();
     list.prompts();

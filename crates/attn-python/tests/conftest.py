@@ -28,7 +28,7 @@ def static_scales(format: str, heads: int) -> dict:
 
 
 def expected(q: numpy.ndarray, k: numpy.ndarray, v: numpy.ndarray, **options) -> tuple:
-    """Attention in float64: q `[query tokens, heads, dim]`, k and v `[tokens, KV heads, dim]`; results and log-sum-exps."""
+    """Attention in float64: q and k `[tokens, heads or KV heads, dim]`, v `[tokens, KV heads, v_dim]`; results and log-sum-exps."""
     tokens, kv_heads, dim = k.shape
     group = q.shape[1] // kv_heads
     k, v = (numpy.repeat(x.astype("float64"), group, axis=1) for x in (k, v))
@@ -39,6 +39,8 @@ def expected(q: numpy.ndarray, k: numpy.ndarray, v: numpy.ndarray, **options) ->
     seen = numpy.arange(tokens)[None, :] <= position
     if "window_left" in options:
         seen &= numpy.arange(tokens)[None, :] >= position - options["window_left"]
+    if "chunk" in options:
+        seen &= numpy.arange(tokens)[None, :] // options["chunk"] == position // options["chunk"]
     if "alibi_slopes" in options:
         slopes = numpy.asarray(options["alibi_slopes"])[:, None, None]
         scores = scores + slopes * (numpy.arange(tokens)[None, None, :] - position[None])

@@ -13,8 +13,8 @@ Each layer has an `attn.Cache` of its own, not one of several layers: transforme
 pieces, each appended and attended before the next, and a cache of several layers counts a step's tokens once for all of them.
 
 A forward pass is one step for all layers: a pass that fails leaves the cache as it was. Refused with a sentence, never computed wrongly: masks other
-than causal ones with padding on the left, K and V of different dims, models that do not attend each layer once a pass over the K and V that they gave
-its cache, models that share K and V between layers, gradients, and a `QuantizedCache` under another attention implementation.
+than causal ones with padding on the left, models that do not attend each layer once a pass over the K and V that they gave its cache, models that share K
+and V between layers, gradients, and a `QuantizedCache` under another attention implementation.
 """
 
 from transformers import AttentionInterface
