@@ -12,7 +12,7 @@
 #include <stdint.h>
 
 // Version of this interface's types and functions. A program and the library that it runs with have the same.
-#define ATTN_ABI_VERSION 5
+#define ATTN_ABI_VERSION 6
 
 // attn_cache_stats.saturated of a cache whose numbers are not counted: rows in device memory were appended to it.
 #define ATTN_NOT_COUNTED UINT64_MAX
@@ -107,7 +107,7 @@ typedef struct attn_rotary {
   size_t q_out_token_stride;
 } attn_rotary;
 
-// New tokens, [tokens][kv_heads][head_dim]: those of the first sequence, then those of the next. A head's elements are contiguous; what lies
+// New tokens, [tokens][kv_heads][head_dim], of V [tokens][kv_heads][v_dim]: those of the first sequence, then those of the next. A head's elements are contiguous; what lies
 // between rows is not read.
 typedef struct attn_tokens {
   // sizeof(attn_tokens).
@@ -124,7 +124,7 @@ typedef struct attn_tokens {
   size_t v_token_stride;
   // Elements from one head of K to the next; 0: head_dim. Device memory has no other.
   size_t k_head_stride;
-  // Elements from one head of V to the next; 0: head_dim. Device memory has no other.
+  // Elements from one head of V to the next; 0: v_dim. Device memory has no other.
   size_t v_head_stride;
   // RoPE of K, and of queries beside it, for attn_plan_append_slots; else NULL.
   const struct attn_rotary *rotary;
@@ -138,8 +138,10 @@ typedef struct attn_cache_config {
   const char *format;
   // KV heads.
   size_t kv_heads;
-  // Elements per head: 64, 80, 96, 128, 192 or 256.
+  // Elements of a head's key and query: 64, 80, 96, 128, 160, 192, 256, 320, 512 or 576.
   size_t head_dim;
+  // Elements of a value and of an output, where they are not head_dim; 0: head_dim.
+  size_t v_dim;
   // Sequences, all empty at first; 0: 1.
   size_t sequences;
   // Tokens that each sequence has room for.
@@ -218,7 +220,7 @@ typedef struct attn_paged_rows {
   const float *v_scales;
 } attn_paged_rows;
 
-// Queries and outputs, [query tokens][q_heads][head_dim]: those of the step's first sequence, then those of the next. A head's elements are
+// Queries, [query tokens][q_heads][head_dim], and outputs, [query tokens][q_heads][v_dim]: those of the step's first sequence, then those of the next. A head's elements are
 // contiguous; what lies between rows is neither read nor written, and nothing else writes it while the call runs.
 typedef struct attn_rows {
   // sizeof(attn_rows).
@@ -237,7 +239,7 @@ typedef struct attn_rows {
   size_t q_head_stride;
   // Elements from one token of the outputs to the next; 0: q_heads times the next head's.
   size_t out_token_stride;
-  // Elements from one head of the outputs to the next; 0: head_dim.
+  // Elements from one head of the outputs to the next; 0: v_dim.
   size_t out_head_stride;
 } attn_rows;
 
@@ -263,6 +265,8 @@ typedef struct attn_modifiers {
   float softcap;
   // Tokens that a query token sees at most, its own included; 0: all.
   size_t window;
+  // Tokens of a chunk, of which a query token sees its own alone; 0: none.
+  size_t chunk;
   // ALiBi: a slope for each query head, or NULL.
   const float *alibi_slopes;
   // Attention sinks: a logit for each query head that takes part in the softmax and has no value, or NULL.
@@ -281,8 +285,10 @@ typedef struct attn_plan_config {
   size_t q_heads;
   // KV heads.
   size_t kv_heads;
-  // Elements per head.
+  // Elements of a head's key and query, as in attn_cache_config.
   size_t head_dim;
+  // Elements of a value and of an output, where they are not head_dim; 0: head_dim.
+  size_t v_dim;
   // Tokens per page; 0: 64.
   size_t page_size;
   // Sequences.
@@ -361,7 +367,7 @@ typedef struct attn_spans {
   const int32_t *tokens_after;
   // float [spans][rows][2]: maximum, -inf where a row sees no token of a span, and sum.
   float *max_sums;
-  // float [spans][rows][head_dim]; not written where a row sees no token.
+  // float [spans][rows][v_dim]; not written where a row sees no token.
   float *o;
 } attn_spans;
 
@@ -391,8 +397,10 @@ typedef struct attn_transfer_config {
   const char *format;
   // KV heads.
   size_t kv_heads;
-  // Elements per head.
+  // Elements of a head's key, as in attn_cache_config.
   size_t head_dim;
+  // Elements of a value and of an output, where they are not head_dim; 0: head_dim.
+  size_t v_dim;
   // Tokens per page; 0: 64.
   size_t page_size;
   // Formats that keep some tokens finer: the most query tokens of a step, as for the plan whose pages these are; 0: 1.
@@ -411,7 +419,7 @@ typedef struct attn_ranges {
   uint32_t dtype;
   // Elements from one token of K to the next, a multiple of 8; 0: kv_heads·head_dim.
   size_t k_token_stride;
-  // Elements from one token of V to the next, a multiple of 8; 0: kv_heads·head_dim.
+  // Elements from one token of V to the next, a multiple of 8; 0: kv_heads·v_dim.
   size_t v_token_stride;
   // int32 [count + 1]: the first row of each range, then the end of the last.
   const int32_t *row_starts;
@@ -430,7 +438,7 @@ typedef struct attn_span_merge {
   size_t struct_size;
   // float [states][rows][2].
   const float *max_sums;
-  // float [states][rows][head_dim].
+  // float [states][rows][v_dim].
   const float *o;
   // Spans of all shards together.
   size_t states;
@@ -438,7 +446,7 @@ typedef struct attn_span_merge {
   size_t rows;
   // Query heads.
   size_t q_heads;
-  // Outputs [rows][head_dim].
+  // Outputs [rows][v_dim].
   void *out;
   // An attn_dtype, of out.
   uint32_t dtype;
@@ -476,17 +484,17 @@ typedef struct attn_page_copies {
 typedef struct attn_merge {
   // sizeof(attn_merge).
   size_t struct_size;
-  // Outputs [states][rows][head_dim].
+  // Outputs [states][rows][v_dim].
   const void *outs;
   // float [states][rows]: log-sum-exps, -inf where a state saw no token of a row.
   const float *lses;
   // An attn_dtype, of outs.
   uint32_t dtype;
-  // Elements from one state's outputs to the next one's, a multiple of 4; 0: rows·head_dim.
+  // Elements from one state's outputs to the next one's, a multiple of 4; 0: rows·v_dim.
   size_t out_stride;
   // Elements from one state's log-sum-exps to the next one's; 0: rows.
   size_t lse_stride;
-  // Merged outputs [rows][head_dim]; may be those of the first state.
+  // Merged outputs [rows][v_dim]; may be those of the first state.
   void *out;
   // An attn_dtype, of out.
   uint32_t out_dtype;

@@ -403,7 +403,8 @@ impl Prepared {
         gpu.guarded("recording a step", || {
             let [split, merge] = &self.pipelines;
             let own = wgpu::Buffer::as_entire_buffer_binding;
-            let (out_bytes, lse_bytes) = (4 * self.out_elems, 4 * self.lse_elems);
+            let [q_bytes, out_bytes, lse_bytes] =
+                [self.q_elems, self.out_elems, self.lse_elems].map(|elems| 4 * elems);
             let mut pass = encoder.begin_compute_pass(&Default::default());
             for launch in &self.launches {
                 let (params, tables, partials) = (
@@ -416,7 +417,7 @@ impl Prepared {
                 let given = [
                     params.clone(),
                     tables.clone(),
-                    first(q, out_bytes),
+                    first(q, q_bytes),
                     partials.clone(),
                 ];
                 let split_group = bind(gpu, split, (0..).zip(given).chain(stored));

@@ -265,3 +265,50 @@ fn expected(scheme: Scheme, x: f64, row: f64, step: f64) -> (f64, f64) {
         Scheme::RotatedInt4 { .. } => nearest(f64::MAX, step + row * 6e-4 + 1e-6),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use attn_core::{Heads, KvFormat, Problem};
+
+    use super::{super::Sequence, *};
+    use crate::backends::{CPU, decode};
+
+    #[test]
+    fn a_sequence_of_fewer_residuals_is_read_and_the_rows_that_lack_some_are_refused() {
+        let heads = Heads::new(1, 1, (64, 128));
+        let config = CacheConfig::builder(KvFormat::INT4, heads)
+            .centres(false)
+            .sequences(2)
+            .pages(30)
+            .build();
+        let mut life = Life::new(&CPU, config).unwrap().unwrap();
+        let [k, v] = [64, 128].map(|dim| vec![0.5; 320 * dim]);
+        life.cache.append(0, &k, &v).unwrap();
+        life.grow(0, 320);
+        // Of 320 tokens those of the pages 3 and 4 are saved, of 257 that of page 2 would be, too.
+        let bytes = life.cache.read_back(0).unwrap();
+        life.cache.restore_pages(1, 257, &bytes).unwrap();
+        let bytes = life.cache.read_back(1).unwrap();
+        life.sequences[1] = Sequence {
+            bytes,
+            tokens: 257,
+            fine: [0, 3, 4].into(),
+            ..Sequence::default()
+        };
+        life.check_page_table().unwrap();
+        assert_eq!(
+            life.values(&life.sequences[1].bytes, 257)[1].fine.x.len(),
+            257 * 128
+        );
+        let (mut refused, kv) = (0, KvSource::Cache(&life.cache));
+        for (q_len, causal) in (1..=80).flat_map(|n| [(n, true), (n, false)]) {
+            let problem = Problem::new(heads, [320, 257]).q_lens([1, q_len]);
+            let problem = problem.causal(causal);
+            let q = vec![1.0; problem.q_elements()];
+            let done = decode(&*CPU.reference, &problem, KvFormat::INT4, &q, kv);
+            assert_eq!(life.lacks_residuals(&problem), done.is_err(), "{problem:?}");
+            refused += usize::from(done.is_err());
+        }
+        assert_eq!(refused, 79);
+    }
+}

@@ -37,7 +37,7 @@ struct Attender : TilesOf<INTEGER>::Type {
             for (int j = 0; j < V_DIM / 8; j++)
 #pragma unroll
                 for (int e = 0; e < 2; e++) x[j][e] = epilogue.of(h == 0 ? o[4 * j + e] : o[4 * j + 2 + e]);
-            if constexpr (Values::IS_ROTATED) rotate_back<4>(x, lane % 4);
+            if constexpr (Values::IS_ROTATED) rotate_back<Values, 4>(x, lane % 4);
             store_quad_row(epilogue.out, p.dtype, x, lane);
         }
     }
