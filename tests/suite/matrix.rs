@@ -27,7 +27,11 @@ type Test = (&'static str, &'static str);
 const LINES: [Line; 10] = [
     (
         "heads of 64 to 576 dims, those of K and of V apart; up to 128 query heads over a KV head",
-        ["yes", "above 256 dims in integer formats", "yes"],
+        [
+            "yes",
+            "above 256 in integer formats that fit shared memory",
+            "yes",
+        ],
         &[("tests/src/table/wide.rs", "fn all(")],
     ),
     (
