@@ -227,7 +227,7 @@ DEVICE void append_many(const AppendParams& p) {
     }
 }
 
-extern "C" __global__ void __launch_bounds__(256, 5) attn_append(const __grid_constant__ AppendParams p) {
+extern "C" __global__ void __launch_bounds__(256, larger(K_DIM, V_DIM) > 256 ? 2 : 5) attn_append(const __grid_constant__ AppendParams p) {
     // Every CTA waits, because a launch that waits for this one relies on those before it, too. A launch that waits for all of this one should
     // not begin before it ends (append to append: 4.2 µs, 5.0 if launched early), but a decode has other work meanwhile.
     wait_for_dependencies();

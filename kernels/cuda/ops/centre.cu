@@ -33,7 +33,7 @@ DEVICE float code_of(const u8* run, const u8* residuals, int d, u32 t) {
     }
 }
 
-extern "C" __global__ void __launch_bounds__(256) attn_centre(const __grid_constant__ CentreParams p) {
+extern "C" __global__ void __launch_bounds__((K_DIM + 31) / 32 * 32) attn_centre(const __grid_constant__ CentreParams p) {
     wait_for_dependencies();
     const FirstTile& tile = ((const FirstTile*)p.tiles)[blockIdx.x];
     const int head = blockIdx.y, d = threadIdx.x;
