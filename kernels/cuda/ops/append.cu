@@ -148,8 +148,7 @@ struct Slot {
     METHOD Place place(const AppendParams& p, int head) const {
         if (at < 0) return Place{};
         Place place = {run_of(p, (u32)(at / PAGE), head), residual_page != NO_PAGE ? run_of(p, residual_page, head) : nullptr, (u32)(at % PAGE), 0};
-        if (Keys::MAY_HAVE_CENTRES && centre != NO_PAGE)
-            place.centre = centre_at<K_DIM>(p.centres, centre / 2, p.num_kv_heads, head) + centre % 2 * K_DIM;
+        if (Keys::MAY_HAVE_CENTRES && centre != NO_PAGE) place.centre = centre_at<K_DIM>(p.centres, centre / 2, p.num_kv_heads, head) + centre % 2 * K_DIM;
         return place;
     }
 };

@@ -46,7 +46,9 @@ template <class Side, bool COLUMNS> struct ExportedToken : StoredToken<Side, COL
 };
 
 // With fewer registers than the compiler would take, more CTAs of an SM have loads under way; a lane of longer rows has twice the numbers.
-extern "C" __global__ void __launch_bounds__(32 * WARPS, larger(K_DIM, V_DIM) > 256 ? 2 : larger(K_DIM, V_DIM) > 128 ? 4 : 6) attn_export(const __grid_constant__ ExportParams p) {
+extern "C" __global__ void __launch_bounds__(32 * WARPS, larger(K_DIM, V_DIM) > 256   ? 2
+                                                         : larger(K_DIM, V_DIM) > 128 ? 4
+                                                                                      : 6) attn_export(const __grid_constant__ ExportParams p) {
     const int head = blockIdx.x, b = blockIdx.z, warp = warp_id(), lane = threadIdx.x % 32;
     const int first_row = p.row_starts[b], begin = p.first_tokens ? p.first_tokens[b] : 0, end = begin + p.row_starts[b + 1] - first_row;
     const int tile = begin / TILE + (int)blockIdx.y, block = tile * TILE + warp * WARP_TOKENS, newest = (p.kv_lens[b] - 1) / TILE;

@@ -16,7 +16,8 @@ constexpr bool K_COUNTS_ON = K_LARGEST <= 1 << 22;
 constexpr int K_START = K_COUNTS_ON ? (int)MAGIC_BITS : 0;
 
 // Sums of K's codes times the query's over the panels [first, last).
-template <bool SHARES_TILES> DEVICE Sums dot_keys(const u32 (&x)[Keys::PANELS][2], const u32 (&q)[Keys::PANELS][INTEGER ? 1 : 4], int first, int last, const Sums& start) {
+template <bool SHARES_TILES>
+DEVICE Sums dot_keys(const u32 (&x)[Keys::PANELS][2], const u32 (&q)[Keys::PANELS][INTEGER ? 1 : 4], int first, int last, const Sums& start) {
     Sums sums[2] = {start, {}};  // two, because MMAs into the same accumulator are a dependent chain
 #pragma unroll
     for (int p = first; p < last; p += 2) {
