@@ -85,7 +85,9 @@ pub fn random(seed: u64) -> Case {
     p.scores.causal = r.below(4) > 0;
     if r.below(3) == 0 {
         match r.below(3) {
-            0 if seed % 3 == 0 && p.scores.causal => p.scores.chunk = Some(1 + r.below(600)),
+            0 if seed.is_multiple_of(3) && p.scores.causal => {
+                p.scores.chunk = Some(1 + r.below(600))
+            }
             0 => p.scores.window_left = Some(r.below(600)),
             1 => p.scores.softcap = Some(r.pick(&[5.0, 30.0, 50.0])),
             _ => {

@@ -54,7 +54,7 @@ use crate::{
 
 pub mod rows;
 
-pub use crate::layout::Side;
+pub use crate::head_dim::Side;
 pub use rows::RowFormat;
 
 /// Rows of another engine's cache: how each is coded, and where it lies.

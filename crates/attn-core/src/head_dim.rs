@@ -2,10 +2,7 @@
 
 use std::{fmt, str::FromStr};
 
-use crate::{
-    error::{Error, refuse},
-    layout::Side,
-};
+use crate::error::{Error, refuse};
 
 /// Numbers of elements that K or V of a head may have.
 pub const HEAD_DIMS: [usize; 10] = [64, 80, 96, 128, 160, 192, 256, 320, 512, 576];
@@ -14,6 +11,15 @@ pub const HEAD_DIMS: [usize; 10] = [64, 80, 96, 128, 160, 192, 256, 320, 512, 57
 pub const MAX_HEAD_DIM: usize = 576;
 
 const ALLOWED: &str = "64, 80, 96, 128, 160, 192, 256, 320, 512, 576; of K and V, where they differ, two of them, such as 192/128";
+
+/// K or V.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Side {
+    /// Keys.
+    K,
+    /// Values.
+    V,
+}
 
 /// Elements of a head, of K and of V. Queries have as many as K, outputs as many as V.
 ///

@@ -13,6 +13,8 @@ use crate::{
     quant::Param,
 };
 
+pub use crate::head_dim::Side;
+
 /// Bytes of a panel row; head_dims and tokens are cut into panels of this width.
 const PANEL: usize = 16;
 
@@ -147,15 +149,6 @@ pub fn v_code(bits: usize, head_dim: usize, page_size: usize, t: usize, d: usize
             }
         }
     }
-}
-
-/// K or V.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Side {
-    /// Keys.
-    K,
-    /// Values.
-    V,
 }
 
 /// The codes and parameters of K or of V inside a run.
