@@ -13,7 +13,7 @@ use crate::{
 pub enum DeviceResults<'a> {
     /// Of whole sequences.
     Rows {
-        /// The outputs, of the shape [`Attended::rows`].
+        /// The outputs, of the shape [`Problem::out_shape`](crate::Problem::out_shape).
         out: DeviceRows<'a>,
         /// The log-sum-exps, of the shape [`Attended::lse_rows`], if they are asked for.
         lse: Option<DeviceRows<'a>>,
