@@ -150,7 +150,6 @@ impl List {
                 HeadDim::from((192, 128)),
                 "bf16,fp8,int8,int4",
             ),
-            ("k576", [16, 1], HeadDim::from((576, 512)), "int8,int8/int4"),
         ] {
             let [q_heads, kv_heads] = heads;
             for batch in [1, 32] {

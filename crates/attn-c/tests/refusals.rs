@@ -86,11 +86,11 @@ fn descriptions_that_no_cache_has_are_refused() {
     refused(status, Status::Parameter, "head_dim is 65; allowed: ");
     let status = create(&|config| config.pages = usize::MAX);
     refused(status, Status::Parameter, "num_pages is ");
-    let status = create(&|config| config.q_heads = 71 * HEADS);
+    let status = create(&|config| config.q_heads = 141 * HEADS);
     refused(
         status,
         Status::Parameter,
-        "heads_per_kv is 71; allowed: 1 to 64",
+        "heads_per_kv is 141; allowed: 1 to 128",
     );
     let status = create(&|config| config.centres = 3);
     refused(status, Status::Parameter, "centres is 3; allowed: 0, 1, 2");
