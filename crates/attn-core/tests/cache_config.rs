@@ -180,11 +180,11 @@ fn query_heads_that_no_step_can_have_are_refused_where_the_cache_is_described() 
         let dim = 64;
         CacheConfig::builder(KvFormat::INT8, Heads::new(q, kv, dim)).build()
     };
-    for (q, kv) in [(1, 1), (64, 1), (32, 8), (512, 8)] {
+    for (q, kv) in [(1, 1), (128, 1), (32, 8), (1024, 8)] {
         config(q, kv).check().unwrap();
     }
     for (q, kv, said) in [
-        (71, 1, "heads_per_kv is 71; allowed: 1 to 64"),
+        (129, 1, "heads_per_kv is 129; allowed: 1 to 128"),
         (9, 2, "num_q_heads/num_kv_heads is 9/2"),
         (0, 2, "num_q_heads/num_kv_heads is 0/2"),
     ] {

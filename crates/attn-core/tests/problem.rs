@@ -123,10 +123,10 @@ fn the_head_dims_of_the_list_are_allowed_and_no_other() {
 
 #[rstest]
 #[case(1, 1, None)]
-#[case(64, 1, None)]
-#[case(128, 2, None)]
+#[case(128, 1, None)]
+#[case(256, 2, None)]
 #[case(129, 1, Some("heads_per_kv"))]
-#[case(130, 2, Some("heads_per_kv"))]
+#[case(258, 2, Some("heads_per_kv"))]
 #[case(0, 1, Some("num_q_heads/num_kv_heads"))]
 #[case(1, 0, Some("num_q_heads/num_kv_heads"))]
 #[case(0, 0, Some("num_q_heads/num_kv_heads"))]
@@ -134,7 +134,7 @@ fn the_head_dims_of_the_list_are_allowed_and_no_other() {
 #[case(1, 2, Some("num_q_heads/num_kv_heads"))]
 #[case(1 << 16, 1 << 16, None)]
 #[case((1 << 16) + 1, (1 << 16) + 1, Some("num_kv_heads"))]
-fn heads_are_whole_groups_of_at_most_64(
+fn heads_are_whole_groups_of_at_most_128(
     #[case] q_heads: usize,
     #[case] kv_heads: usize,
     #[case] what: Option<&str>,
