@@ -452,7 +452,7 @@ fn layouts_are_made_of_what_pages_can_hold() {
     for page_size in [0, 15, 48, 256, usize::MAX] {
         assert!(new(format, 64, page_size, 1).is_err(), "{page_size}");
     }
-    for head_dim in [0, 1, 63, 72, 512, usize::MAX] {
+    for head_dim in [0, 1, 63, 72, 504, usize::MAX] {
         assert!(new(format, head_dim, 64, 1).is_err(), "{head_dim}");
     }
     for heads in [0, 65537, usize::MAX] {

@@ -248,7 +248,7 @@ fn what_gives_no_rotation_is_refused() {
         let said = error.to_string();
         assert!(said.contains(word), "{said}");
     };
-    for dim in [0, 63, 258, usize::MAX] {
+    for dim in [0, 63, 578, usize::MAX] {
         parameter(Rotary::new(dim, 1e4, &none).unwrap_err(), "rotary_dim");
         parameter(
             RotaryTable::from_cos_sin(dim, &[1.0f32]).unwrap_err(),
