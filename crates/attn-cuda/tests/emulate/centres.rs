@@ -66,14 +66,15 @@ impl EmulatedPages {
             residuals[at] = write.residual_page.unwrap_or(u32::MAX);
             rows[at] = (2 * write.sequence + centre_of(write.position)) as u32;
         }
-        let row = self.layout.num_kv_heads() * self.layout.head_dim().k;
+        let strides = self.layout.head_dim().both();
+        let [k_token_stride, v_token_stride] = strides.map(|dim| self.layout.num_kv_heads() * dim);
         let args = SlotAppendArgs {
             rows: KvRows {
                 k: address(k),
                 v: address(v),
                 dtype: Dtype::F32,
-                k_token_stride: row,
-                v_token_stride: row,
+                k_token_stride,
+                v_token_stride,
             },
             pool: self.pages(),
             tensor_scales: [DeviceAddress::NULL; 2],
