@@ -15,7 +15,7 @@ def filled(rng, format, dim, v_dim, tokens=90):
     return cache
 
 
-@pytest.mark.parametrize("format", ["int8", "int8/int4", "int4", "bf16"])
+@pytest.mark.parametrize("format", ["int8", "int8/int4", "int4-r2", "bf16"])
 @pytest.mark.parametrize("dim, v_dim", WIDTHS)
 def test_results_are_attention_over_the_exported_rows(rng, format, dim, v_dim):
     """Kills a step of a row, a group or a page that takes one width for the other."""
