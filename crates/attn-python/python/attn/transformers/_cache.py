@@ -196,6 +196,8 @@ def _windows(config: Any, layers: List[Any]) -> Dict[int, Optional[int]]:
 
 
 def _check_config(config: Any) -> None:
+    if _read(config, "kv_lora_rank"):
+        raise UnsupportedError("this model has latent attention (MLA), whose cache is no K and V of heads; use transformers' own cache")
     if _read(config, "num_kv_shared_layers"):
         raise UnsupportedError("layers of this model share K and V with others; use transformers' own cache")
     dims = _dims(config)
