@@ -118,14 +118,14 @@ def test_operators_have_results_without_a_launch(name):
     operator = getattr(torch.ops.attn, name)
     with FakeTensorMode():
         q = torch.empty(3, 8, 64, dtype=torch.bfloat16)
-        given = {"q": q, "plan": 1, "interleaved": False}
+        given = {"q": q, "plan": 1, "interleaved": False, "v_dim": 96}
         names = [argument.name for argument in operator.default._schema.arguments]
         results = operator(*(given.get(name, torch.empty(3)) for name in names))
         out, *lse = results if name.startswith("attend") else [results]
-        assert (out.shape, out.dtype) == (q.shape, q.dtype)
+        assert (out.shape, out.dtype) == ((3, 8, 96), q.dtype)
         assert [(x.shape, x.dtype) for x in lse] == [((3, 8), torch.float32)] * name.startswith("attend")
     with pytest.raises(attn.ParameterError, match="no plan"):
-        operator(*({"plan": 0, "interleaved": False}.get(name, torch.zeros(3, 8, 64)) for name in names))
+        operator(*({"plan": 0, "interleaved": False, "v_dim": 64}.get(name, torch.zeros(3, 8, 64)) for name in names))
 
 
 @pytest.mark.parametrize("name", ["float64", "int64", "bool", "complex64", "float8_e4m3fn"])
