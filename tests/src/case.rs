@@ -227,8 +227,8 @@ impl Case {
 
     /// Tokens that sequences 0 and 1 share when forked: all but the shorter one's last few, so that a page is open.
     fn prefix(&self) -> usize {
-        let shortest = self.problem.kv_lens.iter().copied().min().unwrap_or(0);
-        shortest - shortest.min(5)
+        let shorter = self.problem.kv_lens.iter().copied().take(2).min();
+        shorter.unwrap_or(0).saturating_sub(5)
     }
 
     /// K and V of sequence `b`: `[kv_len, num_kv_heads, head_dim]` with their own head_dim.
@@ -384,6 +384,9 @@ impl Case {
                 // The fork first: its tokens must not reach the page that the two still share.
                 self.append(&mut cache, 1, prefix..lens[1], &chunks)?;
                 self.append(&mut cache, 0, prefix..lens[0], &chunks)?;
+                for b in 2..lens.len() {
+                    self.append(&mut cache, b, 0..lens[b], &chunks)?;
+                }
                 Ok(cache)
             }
             Build::Reused => {
