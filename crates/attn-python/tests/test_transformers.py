@@ -5,7 +5,7 @@ import os
 import attn
 import pytest
 from conftest import require
-from tiny_models import COMMON, KINDS, REASON, config_of, device, generate, given, has_torch, padded, pair, prompt
+from tiny_models import KINDS, REASON, config_of, device, generate, given, has_torch, padded, pair, prompt
 
 if REASON is None:
     import torch
@@ -32,6 +32,18 @@ def test_logits_are_those_of_the_models_own_attention(kind, device):
             error = (torch.cat(found, 1) - wanted).abs().max().item() / spread
             assert error < bound, (format, arithmetic, error)
             assert cache.get_seq_length() == 70
+
+
+@pytest.mark.parametrize("head_dim, stored", [(48, 64), (72, 80), (112, 128)])
+def test_heads_of_other_widths_are_stored_with_zeros(head_dim, stored):
+    """Kills scores scaled for the stored width, and outputs of that width."""
+    config, own, ours = pair("llama", head_dim=head_dim)
+    ids = prompt(2, 40)
+    with torch.no_grad():
+        cache = QuantizedCache(config, "f16")
+        wanted = own(ids).logits
+        found = torch.cat([ours(piece, **given(cache)).logits for piece in ids.split(30, 1)], 1)
+        assert (found - wanted).abs().max() < 5e-3 * wanted.std() and cache.layers[0].cache.dim == stored
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -251,9 +263,9 @@ def test_what_cannot_be_right_is_refused():
         lambda: QuantizedCache(config, "int5"),
         lambda: QuantizedCache(config, max_tokens=0),
         lambda: QuantizedCache(config, page_size=7),
-        lambda: QuantizedCache(config_of("llama", head_dim=48)),
+        lambda: QuantizedCache(config_of("llama", head_dim=32)),
+        lambda: QuantizedCache(config_of("llama", head_dim=640)),
         lambda: QuantizedCache(transformers.MambaConfig(hidden_size=64, num_hidden_layers=2, head_dim=64)),
-        lambda: QuantizedCache(transformers.DeepseekV3Config(**{**COMMON, "num_key_value_heads": 4})),
     ):
         with pytest.raises(attn.AttnError) as error:
             make()

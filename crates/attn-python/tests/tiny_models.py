@@ -57,6 +57,15 @@ def config_of(kind, **changes):
     if kind == "gemma3":
         layers = ["sliding_attention", "full_attention"]
         return transformers.Gemma3TextConfig(**{**COMMON, "head_dim": 64, "query_pre_attn_scalar": 64, "sliding_window": 24, "layer_types": layers, **changes})
+    if kind == "gemma4":
+        # Wider heads in full layers; the last two layers attend over K and V of the first two.
+        layers = ["sliding_attention", "full_attention"] * 2
+        shapes = dict(num_hidden_layers=4, head_dim=64, global_head_dim=128, layer_types=layers, sliding_window=24, num_kv_shared_layers=2)
+        return transformers.Gemma4TextConfig(**{**COMMON, **shapes, "hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": 300, **changes})
+    if kind == "deepseek":
+        # 256 dims of a latent and 64 of a rotary key; K of 96 + 64 dims and V of 128 where a version of transformers caches these.
+        ranks = dict(q_lora_rank=64, kv_lora_rank=256, qk_nope_head_dim=96, qk_rope_head_dim=64, v_head_dim=128, num_key_value_heads=4)
+        return transformers.DeepseekV3Config(**{**COMMON, **ranks, "first_k_dense_replace": 2, **changes})
     layers = ["sliding_attention", "full_attention"]
     # All experts take part: a router that chooses turns a rounding into another expert.
     return transformers.GptOssConfig(
@@ -64,7 +73,7 @@ def config_of(kind, **changes):
     )
 
 
-KINDS = ["llama", "qwen3", "mistral", "gemma2", "gemma3", "gpt-oss"]
+KINDS = ["llama", "qwen3", "mistral", "gemma2", "gemma3", "gemma4", "deepseek", "gpt-oss"]
 
 
 def pair(kind, device="cpu", **changes):
@@ -78,7 +87,10 @@ def pair(kind, device="cpu", **changes):
             # Scores that differ, and sinks that take their share.
             if "sinks" in name:
                 weight.uniform_(-1, 3)
-            elif "q_proj" in name or "k_proj" in name:
+            elif kind == "gemma4" and "q_norm" in name:
+                # Its scores are scaled by this weight alone.
+                weight.mul_(0.125)
+            elif "q_proj" in name or "k_proj" in name or "_b_proj" in name:
                 weight.mul_(4)
     ours = AutoModelForCausalLM.from_config(config, attn_implementation="attn").eval()
     ours.load_state_dict(own.state_dict())

@@ -13,8 +13,13 @@ Each layer has an `attn.Cache` of its own, not one of several layers: transforme
 pieces, each appended and attended before the next, and a cache of several layers counts a step's tokens once for all of them.
 
 A forward pass is one step for all layers: a pass that fails leaves the cache as it was. Refused with a sentence, never computed wrongly: masks other
-than causal ones with padding on the left, models that do not attend each layer once a pass over the K and V that they gave its cache, models that share K
-and V between layers, gradients, and a `QuantizedCache` under another attention implementation.
+than causal ones with padding on the left, models that do not attend each layer once a pass over the K and V that they gave its cache, gradients, and a
+`QuantizedCache` under another attention implementation.
+
+Layers that attend over an earlier layer's K and V (Gemma 3n, Gemma 4) store nothing; a prompt of several pieces is appended once more for each of them, into
+pages that are free again afterwards. Models with latent attention (MLA) store latents and rotary keys and are attended in the absorbed form: `expand_kv` of
+their attention classes, which would make K and V of all heads, is wrapped when the first `QuantizedCache` for such a model is made, and for any other cache
+does what it did.
 """
 
 from transformers import AttentionInterface

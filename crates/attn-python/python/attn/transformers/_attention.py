@@ -64,27 +64,34 @@ def _over_cache(
 ) -> torch.Tensor:
     """Attention of a layer that waits, of query, K and V."""
     query, key, value = rows
-    with handed.guard.undoing(handed.index):
-        layer = handed.guard.take(handed, key, value, module)
-        _check_pass(query, handed.key, handed.value, dropout, others)
+    with handed.guard.undoing(max(handed.index, getattr(module, "layer_idx", None) or 0)):
+        layer, shares = handed.guard.take(handed, key, value, module)
+        _check_pass(query, handed.key, handed.value, shares, dropout, others)
         window = modifiers["sliding_window"]
         if window is not None and layer.window not in (None, window):
             raise UnsupportedError(f"this layer attends in a window of {window} tokens, but its configuration says {layer.window}; use transformers' own cache")
         window = window if layer.window is None else layer.window
         options = dict(
-            scale=modifiers["scaling"],
+            # Heads may be stored with more dims than they have.
+            scale=query.shape[-1] ** -0.5 if modifiers["scaling"] is None else modifiers["scaling"],
             softcap=modifiers["softcap"],
             # transformers' window counts the token itself.
             window_left=None if window is None else window - 1,
             sinks=layer.sinks_of(modifiers["sinks"]),
             arithmetic=layer.arithmetic,
         )
-        out = layer.attend(query, handed.key, handed.value, _rows(layer, query, mask), options)
+        latents = handed.latents
+        if latents is not None:
+            query = latents.queries(query)
+        step = _rows(layer, query, handed.key.shape[2], mask)
+        out = (layer.attend_again if shares else layer.attend)(query, handed.key, handed.value, step, options)
+        if latents is not None:
+            out = latents.outputs(out)
         handed.guard.attended()
     return out
 
 
-def _check_pass(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout: float, kwargs: Any) -> None:
+def _check_pass(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, shares: bool, dropout: float, kwargs: Any) -> None:
     """Refuses what attention over a quantized cache is not defined for."""
     if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
         raise UnsupportedError("a QuantizedCache has no gradients; call the model under torch.no_grad()")
@@ -92,15 +99,15 @@ def _check_pass(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dro
         raise UnsupportedError(f"dropout is {dropout}; a QuantizedCache is for inference: call model.eval()")
     if kwargs.get("position_bias") is not None:
         raise UnsupportedError("this model adds a bias to its scores, which attn does not; use attn_implementation=\"sdpa\" with another cache")
-    if query.shape[2] != key.shape[2]:
+    if query.shape[2] != key.shape[2] and not (shares and query.shape[2] < key.shape[2]):
         raise UnsupportedError(f"{query.shape[2]} query tokens attend over {key.shape[2]} new tokens; attn attends over a cache that gets the tokens of its queries")
 
 
-def _rows(layer: QuantizedLayer, query: torch.Tensor, mask: Any) -> PaddedRows:
-    """What a pass's mask says of padding; refuses one that is not the layer's causal mask, whatever the module says of itself."""
+def _rows(layer: QuantizedLayer, query: torch.Tensor, tokens: int, mask: Any) -> PaddedRows:
+    """What the mask of a pass of so many tokens says of padding; refuses one that is not the layer's causal mask, whatever the module says of itself."""
     batch, _, q_len, _ = query.shape
     if isinstance(mask, StepMask):
-        mask.check_sizes(batch, q_len, layer.seen)
+        mask.check_sizes(batch, q_len, layer.seen + tokens)
         if mask.is_of(layer.window):
             return mask.rows()
     elif mask is None and q_len == 1:

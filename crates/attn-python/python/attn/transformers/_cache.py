@@ -6,15 +6,16 @@ from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
 
 import torch
 from transformers.cache_utils import Cache as TransformersCache
-from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import CacheLayerMixin
 
-from .._attn import HEAD_DIMS
 from .._cache import Cache
 from .._errors import ParameterError, UnsupportedError
 from .._options import count, is_fast, numbers
 from ._attention import use_masks
+from ._config import head_width, own_layers, sharing_of, windows_of
 from ._guard import PassGuard
-from ._layer import QuantizedLayer
+from ._latents import use_latents
+from ._layer import QuantizedLayer, width_for
 from ._mask import MaskTokens
 
 Scales = Union[None, float, Sequence[float], Sequence[Sequence[float]]]
@@ -61,24 +62,30 @@ class QuantizedCache(TransformersCache):
         if is_fast(arithmetic) and centres is None:
             centres = False
         decoder = config.get_text_config(decoder=True)
-        layers = _own_layers(config)
-        windows = _windows(decoder, layers)
+        layers = own_layers(config)
+        windows = windows_of(decoder, layers)
         if not windows:
             raise UnsupportedError(
                 f"no layer of this model ({type(config).__name__}) has full or sliding attention, which a QuantizedCache quantizes; use transformers' own cache"
             )
-        _check_config(decoder)
         if max_tokens is not None:
             max_tokens = count("max_tokens", max_tokens, 1)
         scales = _scales_of_layers(len(layers), k_scales=k_scales, v_scales=v_scales)
         # Refuses a format, page size or scales at once, not in the first pass.
         first = {name: x[:1] for name, x in scales[0].items()}
-        Cache(format, heads=1, dim=_dims(decoder)[0], max_tokens=0, pages=0, page_size=page_size, centres=centres, checkpoints=checkpoints, device="cpu", **first)
+        self._latents = use_latents(decoder)
+        dim = v_dim = head_width(decoder)
+        if self._latents is not None:
+            dim, v_dim = width_for(sum(self._latents)), width_for(self._latents[0])
+        of_first: Dict[str, Any] = dict(page_size=page_size, centres=centres, checkpoints=checkpoints, **first)
+        Cache(format, heads=1, dim=dim, v_dim=v_dim, max_tokens=0, pages=0, device="cpu", **of_first)
         of_all: Dict[str, Any] = dict(max_tokens=max_tokens, page_size=page_size, arithmetic=arithmetic, centres=centres, checkpoints=checkpoints)
-        quantized = {index: QuantizedLayer(format, window=window, scales=scales[index], **of_all) for index, window in windows.items()}
+        sharing = sharing_of(decoder, windows)
+        shared = set(sharing.values())
+        quantized = {i: QuantizedLayer(format, window=window, scales=scales[i], is_shared=i in shared, **of_all) for i, window in windows.items()}
         super().__init__(layers=[quantized.get(index, layer) for index, layer in enumerate(layers)])
         self.format = format
-        self._guard = PassGuard(self.layers, quantized, decoder)
+        self._guard = PassGuard(self.layers, quantized, sharing, decoder)
         use_masks(decoder)
 
     @property
@@ -108,7 +115,10 @@ class QuantizedCache(TransformersCache):
         self._guard.check_layer(self.layers, layer_idx)
         if not isinstance(self.layers[layer_idx], QuantizedLayer):
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        return self._guard.hand(layer_idx, key_states, value_states)
+        if self._latents is None or self._latents != (key_states.shape[-1], value_states.shape[-1]):
+            return self._guard.hand(layer_idx, key_states, value_states).rows()
+        key = torch.cat([key_states, value_states], -1)
+        return self._guard.hand(layer_idx, key, key_states).latent_rows(key_states, value_states)
 
     def reset(self) -> None:
         super().reset()
@@ -157,54 +167,6 @@ class QuantizedCache(TransformersCache):
     def __getstate__(self) -> Dict[str, Any]:
         self._guard.settle()
         return self.__dict__
-
-
-def _own_layers(config: Any) -> List[Any]:
-    """The layers of transformers' own cache for a model."""
-    try:
-        return DynamicCache(config=config).layers
-    except Exception as error:
-        reason = f"{type(error).__name__}: {error}"
-        raise UnsupportedError(f"transformers makes no cache for this model ({type(config).__name__}): {reason}; use the model's own cache") from error
-
-
-def _read(config: Any, name: str) -> Any:
-    """An attribute of a configuration: None where it has none, `...` where its layers have different ones."""
-    try:
-        return getattr(config, name, None)
-    except RuntimeError:
-        # transformers' AmbiguousGlobalPerLayerAttributeError, which older versions do not have.
-        return ...
-
-
-def _dims(config: Any) -> Tuple[int, ...]:
-    """Dims of the model's heads; none without attention, and those that attn has where the configuration does not say, so that the first pass does."""
-    dim, hidden, heads = (_read(config, name) for name in ("head_dim", "hidden_size", "num_attention_heads"))
-    if isinstance(dim, int) and dim:
-        return (dim,)
-    if dim is None and isinstance(hidden, int) and isinstance(heads, int):
-        return (hidden // heads,)
-    return () if dim is None and heads is None else HEAD_DIMS
-
-
-def _windows(config: Any, layers: List[Any]) -> Dict[int, Optional[int]]:
-    """The layers that transformers makes for a decoder's configuration which have full or sliding attention and nothing else; the windows of those."""
-    # Layers of chunked attention have the class of sliding ones, and another mask.
-    kinds = _read(config, "layer_types") or ["chunked_attention" if _read(config, "attention_chunk_size") else None] * len(layers)
-    ours = [type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) and kind != "chunked_attention" for layer, kind in zip(layers, kinds)]
-    return {index: getattr(layers[index], "sliding_window", None) for index, is_ours in enumerate(ours) if is_ours}
-
-
-def _check_config(config: Any) -> None:
-    if _read(config, "kv_lora_rank"):
-        raise UnsupportedError("this model has latent attention (MLA), whose cache is no K and V of heads; use transformers' own cache")
-    if _read(config, "num_kv_shared_layers"):
-        raise UnsupportedError("layers of this model share K and V with others; use transformers' own cache")
-    dims = _dims(config)
-    if not dims:
-        raise UnsupportedError(f"no layer of this model has attention heads, as its configuration ({type(config).__name__}) tells; use transformers' own cache")
-    if not set(dims) & set(HEAD_DIMS):
-        raise UnsupportedError(f"heads of this model have {dims[0]} dims; attn has {', '.join(map(str, HEAD_DIMS))}: use transformers' own cache")
 
 
 def _scales_of_layers(layers: int, **given: Scales) -> List[Dict[str, List[float]]]:

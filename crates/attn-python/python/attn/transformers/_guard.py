@@ -1,19 +1,19 @@
 """A forward pass is one step for all layers of a cache: all quantized layers have its tokens, or none has.
 
-transformers has no call that begins or ends a pass, so a pass ends when each quantized layer was attended once. What does not fit is refused: a layer
-that comes twice, or with other K and V than its cache was given. Then, and where anything raises inside the cache or the attention, the layers that have
-the pass's tokens give them back.
+transformers has no call that begins or ends a pass, so a pass ends when each quantized layer was attended once, by itself and by each layer that shares its
+K and V. What does not fit is refused: a layer that comes twice, or with other K and V than its cache was given. Then, and where anything raises inside the
+cache or the attention, the layers that have the pass's tokens give them back.
 """
 
 from __future__ import annotations
 
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Dict, Iterator, List, NoReturn, Optional, Sequence, Tuple
+from typing import TYPE_CHECKING, Any, Dict, Iterator, List, NoReturn, Optional, Sequence, Set, Tuple
 
 import torch
 
 from .._errors import AttnError, ShapeError, UnsupportedError
-from ._handed import Handed, HandedRows
+from ._handed import Handed
 
 if TYPE_CHECKING:
     from ._layer import QuantizedLayer
@@ -24,16 +24,20 @@ _OWN_CACHE = "use transformers' own cache"
 class PassGuard:
     """Which layers of one cache have the tokens of the pass that it is in."""
 
-    def __init__(self, layers: Sequence[Any], quantized: Dict[int, "QuantizedLayer"], config: Any) -> None:
-        self._layers, self._quantized = list(layers), quantized
-        # Layers of transformers' own, which cannot give tokens back in general.
-        self._others = [index for index in range(len(layers)) if index not in quantized]
+    def __init__(self, layers: Sequence[Any], quantized: Dict[int, "QuantizedLayer"], sharing: Dict[int, int], config: Any) -> None:
+        """`sharing` gives, for each layer that attends over another's K and V, that other one."""
+        self._layers, self._quantized, self._sharing = list(layers), quantized, sharing
+        # Layers of transformers' own with tokens, which they cannot give back in general.
+        self._others = [index for index in range(len(layers)) if index not in quantized and index not in sharing]
         self._model, self._config_layers = type(config).__name__, getattr(config, "num_hidden_layers", None)
         # The configuration of the model whose number of layers was looked at last.
         self._checked: Any = None
         self._waiting: Optional[Handed] = None
         # The lengths of the rows of each layer that was attended in this pass, before it.
         self._before: Dict[int, List[int]] = {}
+        # Of this pass: the layers' K and V that others share, and those of these others that have attended.
+        self._shared: Dict[int, Handed] = {}
+        self._sharers: Set[int] = set()
         self._tokens = 0
         # Whether the pass has ended, and what was attended last in it: only that can come again.
         self._ended = False
@@ -54,10 +58,10 @@ class PassGuard:
                 f"the model ({self._model}) copies or exchanges layers of its cache (at layer {index}), which a QuantizedCache does not follow; {_OWN_CACHE}"
             )
 
-    def hand(self, index: int, key: torch.Tensor, value: torch.Tensor) -> Tuple[HandedRows, HandedRows]:
-        """Takes a pass's K and V of a quantized layer, and returns them for its attention alone."""
+    def hand(self, index: int, key: torch.Tensor, value: torch.Tensor) -> Handed:
+        """Takes a pass's K and V of a quantized layer, for its attention alone."""
         if self._ended:
-            self._before, self._ended, self._last = {}, False, None
+            self._begin()
         if self._waiting is not None or index in self._before:
             self._refuse_open_pass(f"layer {index} of {self._model} gets the tokens of another pass")
         self._check_whole()
@@ -67,12 +71,20 @@ class PassGuard:
             self._quantized[index].begin(key, value)
         self._tokens = key.shape[2]
         self._waiting = Handed(self, index, key, value)
-        return self._waiting.rows()
+        if index in self._sharing.values():
+            self._shared[index] = self._waiting
+        return self._waiting
 
-    def take(self, handed: Handed, key: Any, value: Any, module: torch.nn.Module) -> "QuantizedLayer":
-        """The layer whose attention this is, if it is given the very K and V of the layer that waits."""
+    def _begin(self) -> None:
+        self._before, self._shared, self._sharers, self._ended, self._last = {}, {}, set(), False, None
+
+    def take(self, handed: Handed, key: Any, value: Any, module: torch.nn.Module) -> Tuple["QuantizedLayer", bool]:
+        """The layer whose attention this is, if it is given the very K and V of the layer that waits, or of one that it shares them with; and whether it
+        shares them."""
         where = f"layer {handed.index} of {self._model} ({type(module).__name__})"
-        if handed is not self._waiting:
+        index = getattr(module, "layer_idx", None)
+        shares = self._may_share(index, handed)
+        if handed is not self._waiting and not shares:
             if self._ended and handed is self._last:
                 self._reopen()
             raise UnsupportedError(f"{where} attends again over what it gave its cache once; attn attends a layer once a pass: {_OWN_CACHE}")
@@ -80,9 +92,19 @@ class PassGuard:
             raise UnsupportedError(f"{where} attends over other K or V than it gave its cache; {_OWN_CACHE}")
         self._check_model(getattr(module, "config", None))
         layer = self._quantized[handed.index]
-        self._waiting, self._last = None, handed
-        self._before[handed.index] = layer.lens
-        return layer
+        self._last = handed
+        if shares:
+            self._sharers.add(index)
+        else:
+            self._waiting = None
+            self._before[handed.index] = layer.lens
+        return layer, shares
+
+    def _may_share(self, index: Optional[int], handed: Handed) -> bool:
+        """Whether layer `index` may attend now over what another layer has been given in this pass."""
+        if self._waiting is not None or self._ended or index in self._sharers or self._sharing.get(index) != handed.index:
+            return False
+        return self._shared.get(handed.index) is handed
 
     def _check_model(self, config: Any) -> None:
         """Refuses a model of another number of layers."""
@@ -100,10 +122,14 @@ class PassGuard:
         )
 
     def attended(self) -> None:
-        """Ends the pass if each quantized layer has its tokens."""
-        self._last.drop()
-        if len(self._before) == len(self._quantized):
+        """Ends the pass if each quantized layer has its tokens, and was attended by those that share them."""
+        if self._last.index not in self._shared:
+            self._last.drop()
+        if len(self._before) == len(self._quantized) and len(self._sharers) == len(self._sharing):
+            for handed in self._shared.values():
+                handed.drop()
             for layer in self._quantized.values():
+                layer.end_pass()
                 layer.seen += self._tokens
             self._ended = True
 
@@ -165,7 +191,8 @@ class PassGuard:
 
     def reset(self) -> None:
         """Forgets the pass: the layers are empty."""
-        self._waiting, self._before, self._ended, self._last, self._broken = None, {}, False, None, None
+        self._begin()
+        self._waiting = self._broken = None
 
     def _refuse_open_pass(self, what: str) -> NoReturn:
         last = self._waiting.index if self._waiting is not None else max(self._before)
@@ -185,7 +212,9 @@ class PassGuard:
         """Takes the pass back that is open and fails at layer `index`."""
         if self._ended:
             return
-        before, self._before, self._waiting = self._before, {}, None
+        before = self._before
+        self._begin()
+        self._waiting = None
         if all(layer.seen == 0 for layer in self._quantized.values()):
             # The first pass: transformers' own layers have nothing from before it either.
             for layer in self._layers:

@@ -14,19 +14,34 @@ from ._opaque import Opaque
 
 if TYPE_CHECKING:
     from ._guard import PassGuard
+    from ._latents import Latents
 
 
 class Handed:
-    """K and V of one layer in one pass, `[batch, KV heads, tokens, dim]`, as the model gave them to its cache."""
+    """K and V of one layer in one pass, `[batch, KV heads, tokens, dim]`, as the layer stores them."""
 
     def __init__(self, guard: "PassGuard", index: int, key: torch.Tensor, value: torch.Tensor) -> None:
         self.guard, self.index = guard, index
         self.key: Optional[torch.Tensor] = key
         self.value: Optional[torch.Tensor] = value
+        # What the layer's queries and outputs become where latents are stored.
+        self.latents: Optional["Latents"] = None
+        self._given: Tuple[Any, Any] = (None, None)
 
     def rows(self) -> Tuple["HandedRows", "HandedRows"]:
-        """What the model gets in their place."""
-        return HandedRows(self, "K", self.key), HandedRows(self, "V", self.value)
+        """What the model gets in their place, and gives to its attention."""
+        self._given = HandedRows(self, "K", self.key), HandedRows(self, "V", self.value)
+        return self._given
+
+    def latent_rows(self, latents: torch.Tensor, rotary: torch.Tensor) -> Tuple["HandedRows", "HandedRows"]:
+        """What a model with latent attention gets, and gives to its `expand_kv`."""
+        return HandedRows(self, "latents", latents), HandedRows(self, "rotary keys", rotary)
+
+    def expanded(self, latents: "Latents", rows: Tuple[torch.Tensor, torch.Tensor]) -> Tuple["HandedRows", "HandedRows"]:
+        """What `expand_kv` returns in the place of K and V of all heads; `rows` have their shapes."""
+        self.latents = latents
+        self._given = HandedRows(self, "K", rows[0]), HandedRows(self, "V", rows[1])
+        return self._given
 
     def drop(self) -> None:
         """Forgets K and V, which have been attended."""
@@ -34,7 +49,7 @@ class Handed:
 
     def is_given(self, key: Any, value: Any) -> bool:
         """Whether an attention is given these very K and V, each in its place."""
-        return all(isinstance(x, HandedRows) and x.handed is self and x.name == name for x, name in ((key, "K"), (value, "V")))
+        return key is self._given[0] and value is self._given[1]
 
 
 class HandedRows(Opaque):

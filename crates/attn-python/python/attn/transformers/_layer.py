@@ -7,6 +7,7 @@ from typing import Any, Dict, List, Optional, Tuple
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
+from .._attn import HEAD_DIMS
 from .._cache import Cache, CacheStats
 from .._errors import CacheFullError, ShapeError, UnsupportedError
 from ._mask import PaddedRows
@@ -26,7 +27,8 @@ class QuantizedLayer(CacheLayerMixin):
     """K and V of one layer of full or sliding attention; it belongs to a `QuantizedCache`, which gives it a pass's tokens.
 
     They are appended in the attention that follows the cache's `update`: only there is it known which are padding. `window` is transformers'
-    `sliding_window`: tokens that a token sees, itself counted.
+    `sliding_window`: tokens that a token sees, itself counted. `is_shared` says that other layers attend over its K and V, too. Heads of other widths than
+    attn has are stored with zeros behind them, which change no score and no output.
     """
 
     is_croppable = True
@@ -44,17 +46,20 @@ class QuantizedLayer(CacheLayerMixin):
         scales: Optional[Dict[str, List[float]]] = None,
         centres: Optional[bool] = None,
         checkpoints: int = 0,
+        is_shared: bool = False,
     ) -> None:
         self.is_initialized = False
         super().__init__()
         self.format, self.max_tokens, self.page_size, self.arithmetic = format, max_tokens, page_size, arithmetic
         self.window, self.is_sliding = window, window is not None
-        self.centres, self.checkpoints = centres, checkpoints
+        self.centres, self.checkpoints, self.is_shared = centres, checkpoints, is_shared
         # Static scales of a format that has them: `k_scales` and `v_scales`, a number for each head, or one for all.
         self._scales = scales or {}
         self.cache: Optional[Cache] = None
         # The sequence of each row of the batch.
         self.slots: List[int] = []
+        # Of a shared layer, in a pass of several pieces: forks of the rows as they were before it.
+        self._before: List[int] = []
         # Tokens that each row has seen in whole passes, padding included.
         self.seen = 0
         # What the pool was made for: tokens of a row that it holds, rows.
@@ -78,8 +83,8 @@ class QuantizedLayer(CacheLayerMixin):
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self.device, self.dtype = key_states.device, key_states.dtype
-        batch, self._heads, tokens, self._dim = key_states.shape
-        self._v_dim = value_states.shape[-1]
+        batch, self._heads, tokens, _ = key_states.shape
+        self._dim, self._v_dim = (width_for(x.shape[-1]) for x in (key_states, value_states))
         self.slots = []
         room = self.max_tokens or max(_FIRST_TOKENS, 2 * tokens)
         if self.window is not None:
@@ -113,6 +118,7 @@ class QuantizedLayer(CacheLayerMixin):
         return len(self.slots)
 
     def reset(self) -> None:
+        self.end_pass()
         if self.cache is not None:
             for slot in self.slots:
                 self.cache.free(slot)
@@ -136,8 +142,19 @@ class QuantizedLayer(CacheLayerMixin):
 
     def take_back(self, lens: List[int]) -> None:
         """Takes a pass back that failed: rows are as long again as `lens` says."""
+        if self._before:
+            self.slots, self._before = self._before, self.slots
+            self.end_pass()
+            return
         self._check_held(lens)
         self._keep(lens)
+
+    def end_pass(self) -> None:
+        """Frees what a pass has kept for the layers that share K and V, and what no window sees any more."""
+        for slot in self._before:
+            self.cache.free(slot)
+        self._before = []
+        self._drop(self.slots)
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         self._rearrange(beam_idx.tolist())
@@ -172,6 +189,9 @@ class QuantizedLayer(CacheLayerMixin):
         shape.update(checkpoints=self.checkpoints if self.window is None else 0)
         shape.update({name: x if len(x) > 1 else x * self._heads for name, x in self._scales.items()})
         pages = rows * Cache(self.format, max_tokens=0, pages=0, **shape).pages_for(room)
+        if self.is_shared and not (self._is_tokenwise and self.window is None):
+            # One row is appended once more for the layers that share it. Rows as they were before a pass own their last page, of a sliding layer their window.
+            pages += pages // rows + (rows if self.window is None else pages)
         cache = Cache(self.format, max_tokens=0, pages=pages, sequences=rows, **shape)
         for row, slot in enumerate(self.slots):
             cache.restore(row, self.cache.save(slot))
@@ -220,12 +240,12 @@ class QuantizedLayer(CacheLayerMixin):
         """The first token that queries behind `tokens` tokens see."""
         return 0 if self.window is None else max(0, tokens - self.window + 1)
 
-    def _drop(self) -> None:
+    def _drop(self, slots: List[int]) -> None:
         """Frees the pages that no window sees any more, nor would if drafts were taken back."""
-        if self.window is None:
+        if self.window is None or not slots:
             return
         lens = self.cache.lens
-        for slot in self.slots:
+        for slot in slots:
             self.cache.drop_before(slot, self._first_needed(max(0, lens[slot] - _TAKEN_BACK)))
 
     def _rearrange(self, rows: List[int]) -> None:
@@ -234,18 +254,22 @@ class QuantizedLayer(CacheLayerMixin):
             return
         if len(rows) > self._rows:
             self._make(self._room, len(rows))
-        taken = set(self.slots)
-        free = [slot for slot in range(self.cache.sequences) if slot not in taken]
-        if len(free) < len(rows):
-            added, first = len(rows) - len(free), self.cache.sequences
-            self.cache.add_sequences(added)
-            free += range(first, first + added)
-        new = free[: len(rows)]
-        for slot, row in zip(new, rows):
-            self.cache.fork(self.slots[row], slot)
+        new = self._forked([self.slots[row] for row in rows])
         for slot in self.slots:
             self.cache.free(slot)
         self.slots = new
+
+    def _forked(self, sources: List[int]) -> List[int]:
+        """Forks of these sequences, in sequences that no row has."""
+        taken = {*self.slots, *self._before}
+        free = [slot for slot in range(self.cache.sequences) if slot not in taken]
+        if len(free) < len(sources):
+            added, first = len(sources) - len(free), self.cache.sequences
+            self.cache.add_sequences(added)
+            free += range(first, first + added)
+        for source, slot in zip(sources, free):
+            self.cache.fork(source, slot)
+        return free[: len(sources)]
 
     def stats(self) -> Optional[CacheStats]:
         """Pages, bytes and tokens; None before the first pass."""
@@ -254,43 +278,98 @@ class QuantizedLayer(CacheLayerMixin):
     # Attention.
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: PaddedRows, options: Dict[str, Any]) -> torch.Tensor:
-        """Appends a pass's tokens, and attends: query `[batch, heads, tokens, dim]`; returns `[batch, tokens, heads, dim]`."""
-        lens, q_len = self.lens, query.shape[2]
+        """Appends a pass's tokens, and attends: query `[batch, heads, tokens, dim]`; returns `[batch, tokens, heads, dim of V]`."""
+        lens, tokens = self.lens, query.shape[2]
+        self._check_lens(rows, lens)
+        self._check_room(rows.counts)
+        self._grow(max(lens) + tokens)
+        q, k, v = self._stored(query, key, value)
+        size = self._piece_size(tokens)
+        if self.is_shared and size < tokens:
+            self._before = self._forked(self.slots)
+        parts = []
+        for first in range(0, tokens, size):
+            # Before the append, so that the last piece's queries see their windows until the pass ends.
+            self._drop(self.slots)
+            part = slice(first, first + size)
+            of_part = rows.part(first, q[:, part].shape[1])
+            self._append(k[:, part], v[:, part], of_part)
+            parts.append(self._over(q[:, part], of_part, options))
+        out = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+        return out[..., : value.shape[-1]]
+
+    def attend_again(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: PaddedRows, options: Dict[str, Any]) -> torch.Tensor:
+        """Attends for a layer that shares K and V with this one, which has the pass's tokens `key` and `value` already: as `attend`, with queries of all
+        these tokens or of the last of them."""
+        asked, tokens = query.shape[2], key.shape[2]
+        self._check_lens(rows, [n - count for n, count in zip(self.lens, rows.counts)])
+        q, k, v = self._stored(query, key, value)
+        size = self._piece_size(tokens)
+        is_in_last_piece = asked <= tokens - (tokens - 1) // size * size
+        out = self._over(q, rows, options) if is_in_last_piece else self._replayed(q, k, v, options)
+        return out[..., : value.shape[-1]]
+
+    def _check_lens(self, rows: PaddedRows, lens: List[int]) -> None:
         if rows.before is not None and rows.before != lens:
             raise ShapeError(
                 f"the attention mask says that the rows have {rows.before} tokens, but the cache has {lens}; pass the mask of all tokens, padded on the left"
             )
-        self._check_room(rows.counts)
-        self._grow(max(lens) + q_len)
-        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-        piece = q_len if self._is_tokenwise and self.window is None else _PIECE
-        parts = [self._piece(*(x[:, i : i + piece] for x in (q, k, v)), rows, i, options) for i in range(0, q_len, piece)]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+
+    def _stored(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> List[torch.Tensor]:
+        """`[batch, tokens, heads, dim]` with the dims that are stored."""
+        given = ((query, self._dim), (key, self._dim), (value, self._v_dim))
+        return [torch.nn.functional.pad(x, (0, dim - x.shape[-1])).transpose(1, 2) if dim > x.shape[-1] else x.transpose(1, 2) for x, dim in given]
+
+    def _piece_size(self, tokens: int) -> int:
+        """Tokens of a pass that are appended at once."""
+        return tokens if self._is_tokenwise and self.window is None else _PIECE
 
     @property
     def _is_tokenwise(self) -> bool:
         """Whether no token is stored finer than another."""
         return not any(part.startswith("int4") and "-g" not in part and "-w0" not in part for part in self.format.split("/"))
 
-    def _piece(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: PaddedRows, first: int, options: Dict[str, Any]) -> torch.Tensor:
-        out = self._attended(q, k, v, rows, first, options)
-        self._drop()
-        return out
-
-    def _attended(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: PaddedRows, first: int, options: Dict[str, Any]) -> torch.Tensor:
+    def _append(self, k: torch.Tensor, v: torch.Tensor, rows: PaddedRows) -> None:
         if rows.valid is None:
             self.cache.append(k, v, sequences=self.slots)
+            return
+        slots, counts = self._with_tokens(rows)
+        if slots:
+            self.cache.append(k[rows.valid], v[rows.valid], sequences=slots, tokens=counts)
+
+    def _over(self, q: torch.Tensor, rows: PaddedRows, options: Dict[str, Any]) -> torch.Tensor:
+        """Attends: the rows' newest tokens are the queries `[batch, tokens, heads, dim]`. Padding gives zeros."""
+        if rows.valid is None:
             return self.cache.attend(q, sequences=self.slots, **options)
-        valid = rows.valid[:, first : first + q.shape[1]]
-        width = rows.valid.shape[1]
-        # Padding comes first, so a row has what lies behind it.
-        counts = [min(q.shape[1], max(0, n - (width - first - q.shape[1]))) for n in rows.counts]
-        chosen = [(slot, n) for slot, n in zip(self.slots, counts) if n]
         out = q.new_zeros((*q.shape[:-1], self._v_dim))
-        if chosen:
-            slots, counts = (list(x) for x in zip(*chosen))
-            self.cache.append(k[valid], v[valid], sequences=slots, tokens=counts)
-            out[valid] = self.cache.attend(q[valid], sequences=slots, q_lens=counts, **options)
+        slots, counts = self._with_tokens(rows)
+        if slots:
+            out[rows.valid] = self.cache.attend(q[rows.valid], sequences=slots, q_lens=counts, **options)
+        return out
+
+    def _with_tokens(self, rows: PaddedRows) -> Tuple[List[int], List[int]]:
+        chosen = [(slot, n) for slot, n in zip(self.slots, rows.counts) if n]
+        return [slot for slot, _ in chosen], [n for _, n in chosen]
+
+    def _replayed(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Dict[str, Any]) -> torch.Tensor:
+        """Attends piece by piece over K and V of a pass that are all appended: once more, a row after the other, behind what the row was before."""
+        tokens, asked, lens = k.shape[1], q.shape[1], self.cache.lens
+        out = q.new_zeros((*q.shape[:-1], self._v_dim))
+        for row, (slot, before) in enumerate(zip(self.slots, self._before)):
+            # Padding comes first.
+            padding = tokens - (lens[slot] - lens[before])
+            (scratch,) = self._forked([before])
+            try:
+                for first in range(padding, tokens, _PIECE):
+                    end = min(first + _PIECE, tokens)
+                    self._drop([scratch])
+                    self.cache.append(k[row, first:end], v[row, first:end], sequences=[scratch], tokens=[end - first])
+                    queries = slice(max(0, first - (tokens - asked)), end - (tokens - asked))
+                    if queries.stop > queries.start:
+                        n = queries.stop - queries.start
+                        out[row, queries] = self.cache.attend(q[row, queries], sequences=[scratch], q_lens=[n], **options)
+            finally:
+                self.cache.free(scratch)
         return out
 
     def sinks_of(self, sinks: Optional[torch.Tensor]) -> Optional[List[float]]:
@@ -301,6 +380,18 @@ class QuantizedLayer(CacheLayerMixin):
         if self._sinks[0] != version:
             self._sinks = (version, sinks.detach().float().reshape(-1).tolist())
         return self._sinks[1]
+
+
+def width_for(dim: int) -> int:
+    """The dims with which heads of `dim` dims are stored: the fewest that attn has, less than twice as many.
+
+    Raises:
+        UnsupportedError where there are none.
+    """
+    wider = [width for width in HEAD_DIMS if width >= dim]
+    if not wider or wider[0] >= 2 * dim:
+        raise UnsupportedError(f"heads of this model have {dim} dims; attn has {', '.join(map(str, HEAD_DIMS))}: use transformers' own cache")
+    return wider[0]
 
 
 def _device_name(device: torch.device) -> str:

@@ -81,14 +81,26 @@ class StepMask(Opaque):
         # Packed and overlaid masks of a window do not allow the skip.
         return bool(arguments.get("allow_is_causal_skip")) and arguments.get("local_size") == window
 
-    def check_sizes(self, batch: int, q_len: int, before: int) -> None:
-        """Refuses a mask of another pass than one of `q_len` tokens for `batch` rows that have `before`."""
+    def check_sizes(self, batch: int, q_len: int, tokens: int) -> None:
+        """Refuses a mask of another pass than one of `q_len` queries for `batch` rows of `tokens` tokens."""
         sizes = tuple(int(self._arguments[name]) for name in ("batch_size", "q_length", "kv_length"))
-        if sizes != (batch, q_len, before + q_len):
+        if sizes != (batch, q_len, tokens):
             raise ShapeError(
-                f"the mask is one of {sizes[1]} queries over {sizes[2]} tokens for {sizes[0]} rows, but the layer gets {q_len} for {batch} and has {before}; "
+                f"the mask is one of {sizes[1]} queries over {sizes[2]} tokens for {sizes[0]} rows, but the layer gets {q_len} for {batch} and then has {tokens}; "
                 "pass a 2-dimensional mask, of which the model makes this pass's"
             )
+
+    def __getitem__(self, index: Any) -> "StepMask":
+        """The mask of the last queries, `[:, :, -n:]`, which layers that share K and V with others may be given alone; nothing else of it is taken out."""
+        every = slice(None)
+        if not isinstance(index, tuple) or len(index) not in (3, 4) or any(x != every for at, x in enumerate(index) if at != 2) or not isinstance(index[2], slice):
+            self.refuse("getitem")
+        q_len = int(self._arguments["q_length"])
+        queries = range(*index[2].indices(q_len))
+        if not queries or queries != range(queries[0], q_len):
+            self.refuse("getitem")
+        offset = self._arguments.get("q_offset", 0) + queries[0]
+        return StepMask(dict(self._arguments, q_length=len(queries), q_offset=offset))
 
     def dense(self) -> Optional[torch.Tensor]:
         """Booleans `[batch, 1, query tokens, tokens]`; None for a causal mask that torch makes itself."""
@@ -131,3 +143,14 @@ class PaddedRows:
             )
         if min(self.counts) < q_len:
             self.valid = valid
+
+    def part(self, first: int, tokens: int) -> "PaddedRows":
+        """The rows' tokens of a part of a pass."""
+        if self.valid is None:
+            return PaddedRows(None, len(self.counts), tokens)
+        made = PaddedRows(None, len(self.counts), tokens)
+        made.valid = self.valid[:, first : first + tokens]
+        # Padding comes first, so a row has what lies behind it.
+        behind = self.valid.shape[1] - first - tokens
+        made.counts = [min(tokens, max(0, n - behind)) for n in self.counts]
+        return made

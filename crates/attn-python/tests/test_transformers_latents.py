@@ -1,0 +1,90 @@
+"""Models with latent attention (MLA) on a quantized cache: from transformers 5.24 on, they give their cache latents."""
+
+import attn
+import pytest
+from tiny_models import REASON, config_of, given, has_torch, pair, prompt
+
+if REASON is None:
+    import torch
+    import transformers
+    from attn.transformers import QuantizedCache
+    from transformers.models.deepseek_v3 import modeling_deepseek_v3
+
+    HAS_LATENTS = hasattr(modeling_deepseek_v3.DeepseekV3Attention, "expand_kv")
+
+
+@pytest.fixture(autouse=True)
+def without_gradients():
+    if REASON is not None:
+        yield
+        return
+    if not HAS_LATENTS:
+        pytest.skip(f"transformers {transformers.__version__} gives its cache K and V of all heads, which other tests attend over")
+    with torch.no_grad():
+        yield
+
+
+def test_a_token_is_one_latent_and_one_rotary_key():
+    """Kills caches of expanded heads."""
+    config, _, ours = pair("deepseek")
+    cache = QuantizedCache(config, "f16")
+    ours(prompt(2, 30), **given(cache))
+    stored = cache.layers[0].cache
+    assert (stored.heads, stored.dim, stored.v_dim) == (1, 320, 256)
+    keys, values = stored.export(0)
+    assert (keys[..., :256] == values).all() and keys[..., 256:].any()
+
+
+def test_latents_of_288_dims_are_stored_with_zeros():
+    config, own, ours = pair("deepseek", qk_rope_head_dim=32)
+    ids = prompt(1, 50)
+    cache = QuantizedCache(config, "f16")
+    found = torch.cat([ours(piece, **given(cache)).logits for piece in ids.split(33, 1)], 1)
+    assert (found - own(ids).logits).abs().max() < 5e-3 * own(ids).logits.std() and cache.layers[0].cache.dim == 320
+
+
+def test_a_model_that_expands_latents_otherwise_is_refused(monkeypatch):
+    """Kills trust in a method's name."""
+    config, _, ours = pair("deepseek")
+    attention = type(ours.model.layers[0].self_attn)
+    QuantizedCache(config)
+    original = attention.expand_kv.attn_wraps
+
+    def doubled(self, latents, rotary):
+        key, value = original(self, latents, rotary)
+        return key, 2 * value
+
+    monkeypatch.setattr(attention, "expand_kv", doubled)
+    cache = QuantizedCache(config)
+    with pytest.raises(attn.UnsupportedError, match="otherwise than by its kv_b_proj"):
+        ours(prompt(1, 10), **given(cache))
+    assert cache.get_seq_length() == 0
+
+
+@pytest.mark.parametrize("change", ["bias", "a wrapper"])
+def test_an_expansion_that_is_no_plain_linear_layer_is_refused(change):
+    config, _, ours = pair("deepseek")
+    attention = ours.model.layers[1].self_attn
+    if change == "bias":
+        attention.kv_b_proj.bias = torch.nn.Parameter(torch.ones(attention.kv_b_proj.out_features))
+    else:
+        attention.kv_b_proj = torch.nn.Sequential(attention.kv_b_proj)
+    cache = QuantizedCache(config)
+    with pytest.raises(attn.UnsupportedError, match="torch.nn.Linear of 256 features without bias"):
+        ours(prompt(1, 10), **given(cache))
+    assert cache.get_seq_length() == 0
+
+
+def test_latents_given_to_the_attention_itself_are_refused(monkeypatch):
+    config, _, ours = pair("deepseek")
+    cache = QuantizedCache(config)
+    monkeypatch.setattr(type(ours.model.layers[0].self_attn), "expand_kv", lambda self, latents, rotary: (latents, rotary))
+    with pytest.raises(attn.UnsupportedError, match="other K or V|otherwise"):
+        ours(prompt(1, 10), **given(cache))
+
+
+def test_wider_latents_than_attn_has_are_refused():
+    config = config_of("deepseek")
+    config.kv_lora_rank = 600
+    with pytest.raises(attn.UnsupportedError, match="664 dims"):
+        QuantizedCache(config)
