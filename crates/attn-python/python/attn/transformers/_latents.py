@@ -8,11 +8,12 @@ an output is `Σ w W_v c = W_v Σ w c`: attention of queries `[W_kᵀ q_c, q_r]`
 from __future__ import annotations
 
 import functools
-import importlib
+import sys
 import weakref
 from typing import Any, Callable, Optional, Tuple
 
 import torch
+from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
 from .._errors import UnsupportedError
 from ._config import latent_dims
@@ -29,10 +30,9 @@ def use_latents(config: Any) -> Optional[Tuple[int, int]]:
     Returns the dims of latents and of rotary keys, `None` for a model whose cache holds K and V of heads.
     """
     dims = latent_dims(config)
-    package = type(config).__module__.rpartition(".")[0]
-    if dims is None or not package.startswith("transformers.models."):
+    if dims is None or type(config) not in MODEL_MAPPING:
         return None
-    models = importlib.import_module(f"{package}.modeling_{package.rpartition('.')[2]}")
+    models = sys.modules[MODEL_MAPPING[type(config)].__module__]
     classes = [x for x in vars(models).values() if isinstance(x, type) and "expand_kv" in vars(x)]
     for x in classes:
         if not hasattr(x.expand_kv, "attn_wraps"):
