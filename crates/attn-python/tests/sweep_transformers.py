@@ -74,7 +74,7 @@ SMALL: Dict[str, int] = {
     **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_source_positions", "model_max_length"), 512),
     **dict.fromkeys(("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts"), 4),
     **dict.fromkeys(("n_group", "topk_group", "num_expert_group", "zero_expert_num"), 1),
-    **dict.fromkeys(("sliding_window", "sliding_window_size"), 24),
+    **dict.fromkeys(("sliding_window", "sliding_window_size", "attention_chunk_size"), 24),
     **dict.fromkeys(("rotary_dim",), 32),
     **dict.fromkeys(("num_kv_shared_layers",), LAYERS // 2),
     **dict.fromkeys(("num_embeddings", "codebook_size", "ngram_vocab_size_base", "encoder_hash_byte_group_vocab"), 512),

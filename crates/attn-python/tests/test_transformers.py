@@ -146,7 +146,7 @@ def test_rows_are_chosen_repeated_and_reset():
         assert cache.get_seq_length() == 20
 
 
-@pytest.mark.parametrize("kind", ["mistral", "gemma3"])
+@pytest.mark.parametrize("kind", ["mistral", "gemma3", "llama4"])
 def test_a_sliding_layer_holds_its_window_however_long_the_run(kind, device):
     """Kills a drop that is too early or that padding shifts (other logits), and one that is too late (pages)."""
     config, own, ours = pair(kind, device)

@@ -12,6 +12,7 @@ if REASON is None:
     import torch
     import transformers
     from attn.transformers import QuantizedCache, QuantizedLayer
+    from attn.transformers._mask import MaskTokens, StepMask
     from transformers import AutoModelForCausalLM, DynamicCache
 
 
@@ -97,6 +98,19 @@ def test_the_mask_decides_and_not_what_a_module_says_of_itself():
     ids = prompt(1, 40)
     error = (ours(ids, **given(QuantizedCache(config, "f16"))).logits - own(ids).logits).abs().max()
     assert error < 5e-3 * own(ids).logits.std()
+
+
+def test_masks_of_windows_and_of_chunks_are_told_apart():
+    """Both say of themselves that they are local and of so many tokens."""
+    config, _, _ = pair("mistral")
+    masking = transformers.masking_utils
+    sizes = dict(batch_size=1, q_length=40, kv_length=MaskTokens.of(40, QuantizedCache(config)._guard), attention_mask=None)
+    options = dict(sizes, allow_is_causal_skip=True, local_size=24, device=torch.device("cpu"))
+    functions = (masking.sliding_window_causal_mask_function(24), masking.chunked_causal_mask_function(24, torch.tensor([7])))
+    for of_function, function in enumerate(functions):
+        for is_chunked in (False, True):
+            mask = StepMask(dict(options, mask_function=function))
+            assert mask.is_of(24, is_chunked) == (bool(of_function) == is_chunked)
 
 
 @pytest.mark.parametrize("format", ["int8", "int4"])

@@ -62,6 +62,10 @@ def config_of(kind, **changes):
         layers = ["sliding_attention", "full_attention"] * 2
         shapes = dict(num_hidden_layers=4, head_dim=64, global_head_dim=128, layer_types=layers, sliding_window=24, num_kv_shared_layers=2)
         return transformers.Gemma4TextConfig(**{**COMMON, **shapes, "hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": 300, **changes})
+    if kind == "llama4":
+        # Chunks in the layers with rotary positions; all experts take part.
+        shapes = dict(head_dim=64, intermediate_size_mlp=256, num_local_experts=2, num_experts_per_tok=2, layer_types=["chunked_attention", "full_attention"])
+        return transformers.Llama4TextConfig(**{**COMMON, **shapes, "no_rope_layers": [1, 0], "attention_chunk_size": 24, **changes})
     if kind == "deepseek":
         # 256 dims of a latent and 64 of a rotary key; K of 96 + 64 dims and V of 128 where a version of transformers caches these.
         ranks = dict(q_lora_rank=64, kv_lora_rank=256, qk_nope_head_dim=96, qk_rope_head_dim=64, v_head_dim=128, num_key_value_heads=4)
@@ -73,7 +77,7 @@ def config_of(kind, **changes):
     )
 
 
-KINDS = ["llama", "qwen3", "mistral", "gemma2", "gemma3", "gemma4", "deepseek", "gpt-oss"]
+KINDS = ["llama", "qwen3", "mistral", "gemma2", "gemma3", "gemma4", "llama4", "deepseek", "gpt-oss"]
 
 
 def pair(kind, device="cpu", **changes):

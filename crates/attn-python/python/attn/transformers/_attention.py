@@ -77,6 +77,7 @@ def _over_cache(
             softcap=modifiers["softcap"],
             # transformers' window counts the token itself.
             window_left=None if window is None else window - 1,
+            chunk=layer.window if layer.is_chunked else None,
             sinks=layer.sinks_of(modifiers["sinks"]),
             arithmetic=layer.arithmetic,
         )
@@ -108,7 +109,7 @@ def _rows(layer: QuantizedLayer, query: torch.Tensor, tokens: int, mask: Any) ->
     batch, _, q_len, _ = query.shape
     if isinstance(mask, StepMask):
         mask.check_sizes(batch, q_len, layer.seen + tokens)
-        if mask.is_of(layer.window):
+        if mask.is_of(layer.window, layer.is_chunked):
             return mask.rows()
     elif mask is None and q_len == 1:
         # The newest token sees all.

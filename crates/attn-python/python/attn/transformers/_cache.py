@@ -12,7 +12,7 @@ from .._cache import Cache
 from .._errors import ParameterError, UnsupportedError
 from .._options import count, is_fast, numbers
 from ._attention import use_masks
-from ._config import head_width, own_layers, sharing_of, windows_of
+from ._config import head_width, kinds_of, own_layers, sharing_of, windows_of
 from ._guard import PassGuard
 from ._latents import use_latents
 from ._layer import QuantizedLayer, width_for
@@ -22,7 +22,7 @@ Scales = Union[None, float, Sequence[float], Sequence[Sequence[float]]]
 
 
 class QuantizedCache(TransformersCache):
-    """A cache whose layers of full and sliding attention are quantized: `cache=` (before transformers 5.24 `past_key_values=`) of models with
+    """A cache whose layers of full, sliding and chunked attention are quantized: `cache=` (before transformers 5.24 `past_key_values=`) of models with
     `attn_implementation="attn"`.
 
     A forward pass is one step for all layers: if it fails, the cache is as it was before, or the next call says so. A cache that holds layers of
@@ -80,9 +80,11 @@ class QuantizedCache(TransformersCache):
         of_first: Dict[str, Any] = dict(page_size=page_size, centres=centres, checkpoints=checkpoints, **first)
         Cache(format, heads=1, dim=dim, v_dim=v_dim, max_tokens=0, pages=0, device="cpu", **of_first)
         of_all: Dict[str, Any] = dict(max_tokens=max_tokens, page_size=page_size, arithmetic=arithmetic, centres=centres, checkpoints=checkpoints)
-        sharing = sharing_of(decoder, windows)
-        shared = set(sharing.values())
-        quantized = {i: QuantizedLayer(format, window=window, scales=scales[i], is_shared=i in shared, **of_all) for i, window in windows.items()}
+        sharing, kinds = sharing_of(decoder, windows), kinds_of(decoder, layers)
+        quantized = {}
+        for index, window in windows.items():
+            of_layer = dict(is_chunked=kinds[index] == "chunked_attention", is_shared=index in sharing.values(), scales=scales[index])
+            quantized[index] = QuantizedLayer(format, window=window, **of_layer, **of_all)
         super().__init__(layers=[quantized.get(index, layer) for index, layer in enumerate(layers)])
         self.format = format
         self._guard = PassGuard(self.layers, quantized, sharing, decoder)

@@ -48,12 +48,19 @@ def head_width(config: Any) -> int:
     return HEAD_DIMS[0]
 
 
+def kinds_of(config: Any, layers: List[Any]) -> List[Optional[str]]:
+    """What each layer of a decoder's configuration attends to, in transformers' words; None where it does not say."""
+    return list(_read(config, "layer_types") or [None] * len(layers))
+
+
 def windows_of(config: Any, layers: List[Any]) -> Dict[int, Optional[int]]:
-    """The layers that transformers makes for a decoder's configuration which have full or sliding attention and nothing else; the windows of those."""
-    # Layers of chunked attention have the class of sliding ones, and another mask.
-    kinds = _read(config, "layer_types") or ["chunked_attention" if _read(config, "attention_chunk_size") else None] * len(layers)
-    ours = [type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) and kind != "chunked_attention" for layer, kind in zip(layers, kinds)]
-    return {index: getattr(layers[index], "sliding_window", None) for index, is_ours in enumerate(ours) if is_ours}
+    """The layers that transformers makes for a decoder's configuration which have full, sliding or chunked attention and nothing else; the windows of those, or
+    the tokens of a chunk."""
+    # Without kinds, which layers are chunked is in the model's code alone.
+    if not _read(config, "layer_types") and _read(config, "attention_chunk_size"):
+        return {}
+    ours = {i: layer for i, layer in enumerate(layers) if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer)}
+    return {i: getattr(layer, "sliding_window", None) for i, layer in ours.items()}
 
 
 def sharing_of(config: Any, windows: Dict[int, Optional[int]]) -> Dict[int, int]:

@@ -27,7 +27,7 @@ class QuantizedLayer(CacheLayerMixin):
     """K and V of one layer of full or sliding attention; it belongs to a `QuantizedCache`, which gives it a pass's tokens.
 
     They are appended in the attention that follows the cache's `update`: only there is it known which are padding. `window` is transformers'
-    `sliding_window`: tokens that a token sees, itself counted. `is_shared` says that other layers attend over its K and V, too. Heads of other widths than
+    `sliding_window`: tokens that a token sees, itself counted; with `is_chunked`, of its own chunk of so many tokens alone. `is_shared` says that other layers attend over its K and V, too. Heads of other widths than
     attn has are stored with zeros behind them, which change no score and no output.
     """
 
@@ -46,12 +46,13 @@ class QuantizedLayer(CacheLayerMixin):
         scales: Optional[Dict[str, List[float]]] = None,
         centres: Optional[bool] = None,
         checkpoints: int = 0,
+        is_chunked: bool = False,
         is_shared: bool = False,
     ) -> None:
         self.is_initialized = False
         super().__init__()
         self.format, self.max_tokens, self.page_size, self.arithmetic = format, max_tokens, page_size, arithmetic
-        self.window, self.is_sliding = window, window is not None
+        self.window, self.is_sliding, self.is_chunked = window, window is not None, is_chunked
         self.centres, self.checkpoints, self.is_shared = centres, checkpoints, is_shared
         # Static scales of a format that has them: `k_scales` and `v_scales`, a number for each head, or one for all.
         self._scales = scales or {}

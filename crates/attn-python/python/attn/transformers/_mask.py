@@ -70,16 +70,30 @@ class StepMask(Opaque):
         self._dense: Optional[torch.Tensor] = None
         self._has_dense = False
         self._rows: Optional["PaddedRows"] = None
+        self._chunked: Optional[bool] = None
 
-    def is_of(self, window: Optional[int]) -> bool:
-        """Whether it hides what comes later, what lies `window` tokens back or more, padding, and nothing else."""
+    def is_of(self, window: Optional[int], is_chunked: bool) -> bool:
+        """Whether it hides what comes later, what lies `window` tokens back or more, or in another chunk of so many tokens, padding, and nothing else."""
         arguments = self._arguments
         if arguments.get("use_vmap"):
             return False
         if window is None:
             return arguments["mask_function"] is causal_mask_function
         # Packed and overlaid masks of a window do not allow the skip.
-        return bool(arguments.get("allow_is_causal_skip")) and arguments.get("local_size") == window
+        return bool(arguments.get("allow_is_causal_skip")) and arguments.get("local_size") == window and self._has_chunks(window, is_chunked) == is_chunked
+
+    def _has_chunks(self, size: int, expected: bool) -> bool:
+        """Whether, of `size` tokens in a row, one does not see the one before it: masks of chunks say no other thing about themselves than those of windows."""
+        if size == 1:
+            return expected
+        if self._chunked is None:
+            # Chunks begin behind padding, whose lengths lie on the device; windows are asked without waiting for it.
+            tokens = torch.arange(1, size + 1, device=self._arguments.get("device") if expected else None)
+            try:
+                self._chunked = not bool(torch.as_tensor(self._arguments["mask_function"](0, 0, tokens, tokens - 1)).all())
+            except RuntimeError:
+                self._chunked = True
+        return self._chunked
 
     def check_sizes(self, batch: int, q_len: int, tokens: int) -> None:
         """Refuses a mask of another pass than one of `q_len` queries for `batch` rows of `tokens` tokens."""
