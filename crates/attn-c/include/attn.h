@@ -65,6 +65,9 @@ typedef struct attn_cache attn_cache;
 // An opened device. Caches and plans keep what they need of it, so it can be closed before them.
 typedef struct attn_device attn_device;
 
+// What reads and writes the caller's pages. It keeps no sequences, lengths or pages, and calls may run side by side.
+typedef struct attn_host_pages attn_host_pages;
+
 // Launches for one batch shape. They allocate nothing and wait for nothing.
 typedef struct attn_plan attn_plan;
 
@@ -185,6 +188,87 @@ typedef struct attn_cache_stats {
   size_t checkpoint_bytes;
 } attn_cache_stats;
 
+// What pages in host memory hold.
+typedef struct attn_host_pages_config {
+  // sizeof(attn_host_pages_config).
+  size_t struct_size;
+  // A format without a window and without static scales, such as "int8", "int8/int4-w0", "int4-g1" and "bf16".
+  const char *format;
+  // KV heads.
+  size_t kv_heads;
+  // Elements of a head's key and query.
+  size_t head_dim;
+  // Elements of a value and of an output, where they are not head_dim; 0: head_dim.
+  size_t v_dim;
+  // Tokens per page: 16, 32, 64 or 128; 0: 64.
+  size_t page_size;
+} attn_host_pages_config;
+
+// What changes scores. All zero: causal, with the factor 1/sqrt(head_dim), and nothing else.
+typedef struct attn_modifiers {
+  // Factor of q·k; 0: 1/sqrt(head_dim).
+  float scale;
+  // Soft cap: scaled scores become softcap·tanh(score/softcap); 0: none.
+  float softcap;
+  // Tokens that a query token sees at most, its own included; 0: all.
+  size_t window;
+  // Tokens of a chunk, of which a query token sees its own alone; 0: none.
+  size_t chunk;
+  // ALiBi: a slope for each query head, or NULL.
+  const float *alibi_slopes;
+  // Attention sinks: a logit for each query head that takes part in the softmax and has no value, or NULL.
+  const float *sinks;
+  // ATTN_NOT_CAUSAL and ATTN_FAST, or 0.
+  uint32_t flags;
+} attn_modifiers;
+
+// The sequences of a step over the caller's pages. The last query token of a sequence stands at its last token: append first.
+typedef struct attn_host_step {
+  // sizeof(attn_host_step).
+  size_t struct_size;
+  // Query heads: a multiple of the KV heads.
+  size_t q_heads;
+  // Whole pages of attn_host_pages_page_bytes each, side by side.
+  const uint8_t *pool;
+  // Bytes of the pool.
+  size_t pool_bytes;
+  // Number of sequences.
+  size_t count;
+  // [count][page_table_stride]: a sequence's pages in order. Entries behind its last token are not looked at.
+  const int32_t *page_table;
+  // Entries of a sequence in page_table.
+  size_t page_table_stride;
+  // Tokens of each sequence, those of the step included.
+  const int32_t *kv_lens;
+  // Query tokens of each; NULL: one.
+  const size_t *q_lens;
+  // What changes scores, but for ATTN_FAST.
+  struct attn_modifiers modifiers;
+} attn_host_step;
+
+// Queries, [query tokens][q_heads][head_dim], and outputs, [query tokens][q_heads][v_dim]: those of the step's first sequence, then those of the next. A head's elements are
+// contiguous; what lies between rows is neither read nor written, and nothing else writes it while the call runs.
+typedef struct attn_rows {
+  // sizeof(attn_rows).
+  size_t struct_size;
+  // The queries, after RoPE.
+  const void *q;
+  // The outputs.
+  void *out;
+  // An attn_dtype, of queries and outputs. 16-bit outputs are the 32-bit ones, rounded to nearest even.
+  uint32_t dtype;
+  // Log-sum-exps [query tokens][q_heads], or NULL.
+  float *lse;
+  // Elements from one query token to the next; 0: q_heads times the next head's. Device memory has no other, here and below.
+  size_t q_token_stride;
+  // Elements from one head of a query to the next; 0: head_dim.
+  size_t q_head_stride;
+  // Elements from one token of the outputs to the next; 0: q_heads times the next head's.
+  size_t out_token_stride;
+  // Elements from one head of the outputs to the next; 0: v_dim.
+  size_t out_head_stride;
+} attn_rows;
+
 // Another engine's cache: pages of rows of bf16, f16, fp8 (e4m3) or int8, such as [pages][tokens][kv_heads][head_dim] and
 // [pages][kv_heads][tokens][head_dim]. All addresses are of device memory. A row's elements are side by side; rows begin at multiples of 16 bytes.
 typedef struct attn_paged_rows {
@@ -220,29 +304,6 @@ typedef struct attn_paged_rows {
   const float *v_scales;
 } attn_paged_rows;
 
-// Queries, [query tokens][q_heads][head_dim], and outputs, [query tokens][q_heads][v_dim]: those of the step's first sequence, then those of the next. A head's elements are
-// contiguous; what lies between rows is neither read nor written, and nothing else writes it while the call runs.
-typedef struct attn_rows {
-  // sizeof(attn_rows).
-  size_t struct_size;
-  // The queries, after RoPE.
-  const void *q;
-  // The outputs.
-  void *out;
-  // An attn_dtype, of queries and outputs. 16-bit outputs are the 32-bit ones, rounded to nearest even.
-  uint32_t dtype;
-  // Log-sum-exps [query tokens][q_heads], or NULL.
-  float *lse;
-  // Elements from one query token to the next; 0: q_heads times the next head's. Device memory has no other, here and below.
-  size_t q_token_stride;
-  // Elements from one head of a query to the next; 0: head_dim.
-  size_t q_head_stride;
-  // Elements from one token of the outputs to the next; 0: q_heads times the next head's.
-  size_t out_token_stride;
-  // Elements from one head of the outputs to the next; 0: v_dim.
-  size_t out_head_stride;
-} attn_rows;
-
 // A plan's own memory on the device, which the caller allocates and fills.
 typedef struct attn_buffers {
   // sizeof(attn_buffers).
@@ -256,24 +317,6 @@ typedef struct attn_buffers {
   // float [q_heads]: the sinks; NULL without.
   const float *sinks;
 } attn_buffers;
-
-// What changes scores. All zero: causal, with the factor 1/sqrt(head_dim), and nothing else.
-typedef struct attn_modifiers {
-  // Factor of q·k; 0: 1/sqrt(head_dim).
-  float scale;
-  // Soft cap: scaled scores become softcap·tanh(score/softcap); 0: none.
-  float softcap;
-  // Tokens that a query token sees at most, its own included; 0: all.
-  size_t window;
-  // Tokens of a chunk, of which a query token sees its own alone; 0: none.
-  size_t chunk;
-  // ALiBi: a slope for each query head, or NULL.
-  const float *alibi_slopes;
-  // Attention sinks: a logit for each query head that takes part in the softmax and has no value, or NULL.
-  const float *sinks;
-  // ATTN_NOT_CAUSAL and ATTN_FAST, or 0.
-  uint32_t flags;
-} attn_modifiers;
 
 // The shape of a batch, for every step of these heads and query tokens with lengths up to the longest.
 typedef struct attn_plan_config {
@@ -676,6 +719,40 @@ const char *attn_device_name(const struct attn_device *device);
 //
 // Needs: device is NULL or was opened and has not been closed.
 void attn_device_close(struct attn_device *device);
+
+// Describes pages in host memory; of a pool, every page has attn_host_pages_page_bytes.
+//
+// Needs: config is as its type documents it; pages is writable.
+enum attn_status attn_host_pages_create(const struct attn_host_pages_config *config, struct attn_host_pages **pages);
+
+// Forgets the description; the caller's pages stay. NULL is none.
+//
+// Needs: pages is NULL or was created and has not been destroyed.
+void attn_host_pages_destroy(struct attn_host_pages *pages);
+
+// Bytes of a page: K, V and their scales, of all KV heads. 0 for NULL.
+//
+// Needs: pages is NULL or has not been destroyed.
+size_t attn_host_pages_page_bytes(const struct attn_host_pages *pages);
+
+// Appends tokens in host memory that bring their places, page · page_size + token of the page: any number, of any sequences. A negative slot skips its
+// token, whatever it holds; of tokens with the same slot, the last one stays.
+//
+// Needs: pages has not been destroyed; pool has pool_bytes, which nothing else uses meanwhile; slots has count numbers; tokens has as many tokens.
+enum attn_status attn_host_pages_append_slots(const struct attn_host_pages *pages,
+                                              uint8_t *pool,
+                                              size_t pool_bytes,
+                                              const int64_t *slots,
+                                              size_t count,
+                                              const struct attn_tokens *tokens);
+
+// Attends over the caller's pages, with rows in host memory. The bits are those of the same tokens in a cache.
+//
+// Needs: pages has not been destroyed; step and rows are as their types document them, with rows for all query tokens; nothing writes the pool meanwhile, and
+// outputs overlap nothing else.
+enum attn_status attn_host_pages_attend(const struct attn_host_pages *pages,
+                                        const struct attn_host_step *step,
+                                        const struct attn_rows *rows);
 
 // Attends another engine's pages of rows: enqueues the step on stream, as attn_plan_attend. The plan was created with attn_plan_config.rows.
 //

@@ -2,7 +2,7 @@
 
 use std::ffi::c_void;
 
-use attn::{Session, backends::cuda::native::Stream};
+use attn::{PageLayout, Session, backends::cuda::native::Stream};
 
 use crate::{
     arguments::config,
@@ -13,7 +13,7 @@ use crate::{
 };
 
 /// K and V of new tokens, and where they lie.
-struct NewTokens<'a> {
+pub(crate) struct NewTokens<'a> {
     k: (Place, Numbers<'a>),
     v: (Place, Numbers<'a>),
 }
@@ -23,13 +23,13 @@ impl NewTokens<'_> {
     ///
     /// # Safety
     /// `tokens` are as documented, with as many rows, in this memory.
-    unsafe fn new(
+    pub unsafe fn new(
         tokens: &Tokens,
-        session: &Session,
+        layout: &PageLayout,
         count: usize,
         memory: Memory,
     ) -> Result<Self, Failure> {
-        let [of_k, of_v] = session.layout().shapes(count);
+        let [of_k, of_v] = layout.shapes(count);
         let k = Place::new("k", of_k, [tokens.k_token_stride, tokens.k_head_stride])?;
         let v = Place::new("v", of_v, [tokens.v_token_stride, tokens.v_head_stride])?;
         // SAFETY: this function's contract.
@@ -45,7 +45,7 @@ impl NewTokens<'_> {
         })
     }
 
-    fn rows(&self) -> Result<[attn::Rows<'_>; 2], Failure> {
+    pub fn rows(&self) -> Result<[attn::Rows<'_>; 2], Failure> {
         let [(k, of_k), (v, of_v)] = [&self.k, &self.v];
         Ok([k.rows(of_k)?, v.rows(of_v)?])
     }
@@ -67,7 +67,7 @@ unsafe fn append(
         tokens.without_rotary()?;
         let (memory, count) = (Memory::of(device, stream)?, attn::Append::total(&appends));
         // SAFETY: this function's contract.
-        let new = unsafe { NewTokens::new(&tokens, session, count, memory) }?;
+        let new = unsafe { NewTokens::new(&tokens, session.layout(), count, memory) }?;
         let [k, v] = new.rows()?;
         Ok(session.append(&appends, k, v)?)
     };
@@ -93,7 +93,7 @@ unsafe fn write(
         // Without an open step the write is refused, whatever its rows.
         let count = session.open_step().map_or(0, attn::Append::total);
         // SAFETY: this function's contract.
-        let new = unsafe { NewTokens::new(&tokens, session, count, memory) }?;
+        let new = unsafe { NewTokens::new(&tokens, session.layout(), count, memory) }?;
         let [k, v] = new.rows()?;
         Ok(session.write(layer, k, v)?)
     };

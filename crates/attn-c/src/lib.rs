@@ -1,12 +1,13 @@
 //! The C interface of `attn`: include/attn.h, which `cargo xtask header` writes from here, and include/attn.hpp, which wraps it for C++.
 //!
-//! `device`, `cache`, `append` and `step` are the interface with rows in host memory or on a GPU; `plan`, `paged_rows` and `transfer` launch over the caller's own device
+//! `device`, `cache`, `append` and `step` are the interface with rows in host memory or on a GPU; `host_pages` reads and writes pages that the caller has in host memory; `plan`, `paged_rows` and `transfer` launch over the caller's own device
 //! memory, for CUDA graphs. No function unwinds into its caller: a panic comes back as [`Status::Internal`].
 
 mod append;
 mod arguments;
 mod cache;
 mod device;
+mod host_pages;
 mod launch_args;
 mod modifiers;
 mod paged_rows;
@@ -24,6 +25,7 @@ pub use append::*;
 pub use arguments::Dtype;
 pub use cache::*;
 pub use device::*;
+pub use host_pages::*;
 pub use launch_args::{Buffers, Merge, PageCopies, Pages, Ranges, SpanMerge, Spans};
 pub use modifiers::*;
 pub use paged_rows::*;

@@ -3,7 +3,7 @@
 use std::ffi::c_void;
 
 use attn::{
-    Elements, ElementsMut, RowsMut,
+    AttendRows, Elements, ElementsMut, HeadDim, RowsMut,
     backends::cuda::{
         CudaMemory,
         native::{DeviceAddress, Stream},
@@ -12,6 +12,7 @@ use attn::{
 
 use crate::{
     arguments::{self, elements, elements_mut},
+    rows::Rows,
     status::{Failure, Status},
 };
 
@@ -162,8 +163,53 @@ impl Place {
     }
 }
 
+/// Runs `work` on a caller's queries, outputs and, if it asks for them, log-sum-exps, of so many query tokens, query heads and elements of a head.
+///
+/// # Safety
+/// `rows` are as their type documents them, in this memory, with all of these; outputs overlap nothing else but, between them, the queries.
+pub(crate) unsafe fn with_rows<T>(
+    rows: &Rows,
+    (tokens, heads, dim): (usize, usize, HeadDim),
+    memory: Memory,
+    work: impl FnOnce(AttendRows<'_>) -> Result<T, Failure>,
+) -> Result<T, Failure> {
+    let strides = [rows.q_token_stride, rows.q_head_stride];
+    let in_q = Place::new("q", [tokens, heads, dim.k], strides)?;
+    let strides = [rows.out_token_stride, rows.out_head_stride];
+    let in_out = Place::new("out", [tokens, heads, dim.v], strides)?;
+    let in_lse = Place::new("lse", [tokens, heads, 1], [0; 2])?;
+    // Outputs between the queries of a fused array: the host's queries are copied before the outputs' memory is borrowed.
+    let shared = share((rows.q, in_q), (rows.out.cast_const(), in_out), rows.dtype)?;
+    // SAFETY: this function's contract; what is borrowed here is given back ahead of the outputs' where the two share memory.
+    let q = unsafe { in_q.numbers(("q", memory), rows.dtype, rows.q) }?;
+    let copied = match memory {
+        Memory::Host if shared => Some(in_q.rows(&q)?.to_wide()?),
+        _ => None,
+    };
+    let q = match &copied {
+        Some(copied) => copied.into(),
+        None => in_q.rows(&q)?,
+    };
+    // SAFETY: this function's contract.
+    let mut out = unsafe { in_out.numbers_mut(("out", memory), rows.dtype, rows.out) }?;
+    let mut lse = match rows.lse.is_null() {
+        true => None,
+        false => {
+            let (f32, at) = (arguments::Dtype::F32 as u32, rows.lse.cast());
+            // SAFETY: this function's contract.
+            Some(unsafe { in_lse.numbers_mut(("lse", memory), f32, at) }?)
+        }
+    };
+    let lse: Option<Result<RowsMut<'_>, Failure>> = lse.as_mut().map(|lse| in_lse.rows_mut(lse));
+    work(AttendRows {
+        q,
+        out: in_out.rows_mut(&mut out)?,
+        lse: lse.transpose()?,
+    })
+}
+
 /// Whether two callers' arrays, each with what lies between its rows, share a byte.
-pub(crate) fn share(
+fn share(
     a: (*const c_void, Place),
     b: (*const c_void, Place),
     dtype: u32,

@@ -2,13 +2,13 @@
 
 use std::ffi::c_void;
 
-use attn::{Attend, AttendRows, RowsMut, Session, backends::cuda::native::Stream};
+use attn::{Attend, AttendRows, Session, backends::cuda::native::Stream};
 
 use crate::{
     arguments::{config, list, optional},
     cache::{Cache, on_cache},
     modifiers::Modifiers,
-    place::{Memory, NumbersMut, Place, share},
+    place::{Memory, with_rows},
     rows::Rows,
     status::{Failure, Status},
 };
@@ -67,60 +67,13 @@ unsafe fn attend(
         // SAFETY: this function's contract.
         let at = unsafe { step.attend() }?;
         let memory = Memory::of(device, stream)?;
-        let (tokens, heads) = (at.query_tokens(), step.q_heads);
-        let dim = session.config().head_dim;
-        let in_q = Place::new(
-            "q",
-            [tokens, heads, dim.k],
-            [rows.q_token_stride, rows.q_head_stride],
-        )?;
-        let strides = [rows.out_token_stride, rows.out_head_stride];
-        let in_out = Place::new("out", [tokens, heads, dim.v], strides)?;
-        let in_lse = Place::new("lse", [tokens, heads, 1], [0; 2])?;
-        // Outputs between the queries of a fused array: the host's queries are copied before the outputs' memory is borrowed.
-        let shared = share((rows.q, in_q), (rows.out.cast_const(), in_out), rows.dtype)?;
-        // SAFETY: this function's contract; what is borrowed here is given back ahead of the outputs' where the two share memory.
-        let q = unsafe { in_q.numbers(("q", memory), rows.dtype, rows.q) }?;
-        let copied = match memory {
-            Memory::Host if shared => Some(in_q.rows(&q)?.to_wide()?),
-            _ => None,
-        };
-        let q = match &copied {
-            Some(copied) => copied.into(),
-            None => in_q.rows(&q)?,
-        };
+        let shape = (at.query_tokens(), step.q_heads, session.config().head_dim);
+        let work = |rows: AttendRows<'_>| Ok(session.attend(&at, rows)?);
         // SAFETY: this function's contract.
-        let mut out = unsafe { in_out.numbers_mut(("out", memory), rows.dtype, rows.out) }?;
-        // SAFETY: this function's contract.
-        let mut lse = unsafe { lse(&rows, in_lse, memory) }?;
-        let lse: Option<Result<RowsMut<'_>, Failure>> =
-            lse.as_mut().map(|lse| in_lse.rows_mut(lse));
-        let rows = AttendRows {
-            q,
-            out: in_out.rows_mut(&mut out)?,
-            lse: lse.transpose()?,
-        };
-        Ok(session.attend(&at, rows)?)
+        unsafe { with_rows(&rows, shape, memory, work) }
     };
     // SAFETY: this function's contract.
     unsafe { on_cache(cache, work) }
-}
-
-/// Where log-sum-exps go, if they are asked for.
-///
-/// # Safety
-/// `rows.lse` is NULL or has a number for each row of `place` in this memory, which nothing else uses meanwhile.
-unsafe fn lse<'a>(
-    rows: &Rows,
-    place: Place,
-    memory: Memory,
-) -> Result<Option<NumbersMut<'a>>, Failure> {
-    if rows.lse.is_null() {
-        return Ok(None);
-    }
-    let (f32, at) = (crate::Dtype::F32 as u32, rows.lse.cast());
-    // SAFETY: this function's contract.
-    unsafe { place.numbers_mut(("lse", memory), f32, at) }.map(Some)
 }
 
 /// Attends, with rows in host memory.

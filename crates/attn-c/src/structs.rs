@@ -5,6 +5,7 @@ use std::mem::offset_of;
 use crate::{
     arguments::Config,
     cache::CacheConfig,
+    host_pages::{HostPagesConfig, HostStep},
     launch_args::{Buffers, Merge, PageCopies, Pages, Ranges, SpanMerge, Spans},
     paged_rows::PagedRows,
     plan::PlanConfig,
@@ -28,6 +29,8 @@ macro_rules! structs {
 structs! {
     "attn_buffers": Buffers,
     "attn_cache_config": CacheConfig,
+    "attn_host_pages_config": HostPagesConfig,
+    "attn_host_step": HostStep,
     "attn_merge": Merge,
     "attn_page_copies": PageCopies,
     "attn_paged_rows": PagedRows,

@@ -105,6 +105,20 @@ fn c_serves_a_model_of_several_layers() {
 
 #[test]
 #[cfg(target_os = "linux")]
+fn c_attends_over_an_engines_pages_in_host_memory() {
+    let said = run(&["cc", "-std=c99"], "host_pages.c", "cpu");
+    assert!(
+        said.contains("two sequences of 129 tokens on 4 pages of"),
+        "{said}"
+    );
+    assert!(
+        said.contains("the same bits alone and in a batch"),
+        "{said}"
+    );
+}
+
+#[test]
+#[cfg(target_os = "linux")]
 fn cpp_decodes_on_the_cpu() {
     let said = run(&["c++", "-std=c++17"], "decode.cpp", "cpu");
     assert!(

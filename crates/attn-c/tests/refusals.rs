@@ -515,3 +515,15 @@ fn strides_that_do_not_fit_are_refused_and_write_nothing() {
     );
     assert_eq!(out, [7.0; 4 * ROW]);
 }
+
+#[test]
+fn the_guide_names_this_version_of_the_interface() {
+    let guide = include_str!("../../../docs/c.md");
+    for name in [
+        format!("`ATTN_{ATTN_ABI_VERSION}'"),
+        format!("libattn.so.{ATTN_ABI_VERSION}`"),
+        format!("{ATTN_ABI_VERSION} is `ATTN_ABI_VERSION`"),
+    ] {
+        assert!(guide.contains(&name), "docs/c.md lacks {name}");
+    }
+}
