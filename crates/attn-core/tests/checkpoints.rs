@@ -320,6 +320,23 @@ fn an_image_goes_into_caches_of_other_checkpoints_and_of_none() {
     assert_eq!(small.free_pages(), 49);
 }
 
+/// Kills a restored sequence whose residuals before the saved ones are the checkpoint's alone: a long verification step would be refused though they are there.
+#[rstest]
+fn a_restored_sequence_reads_what_its_last_checkpoint_keeps(#[values(16, 64)] page_size: usize) {
+    let new = || builder("int4", page_size, 128).max_len(2000);
+    let mut long = cache(new());
+    grow_to(&mut long, 0, 1, 1100);
+    long.truncate(0, 1024).unwrap();
+    let image = long.image(0).unwrap();
+    let mut back = cache(new());
+    back.restore(2, &image).unwrap();
+    assert_owned(&back);
+    let [ours, theirs] =
+        [(&back, 2), (&long, 0)].map(|(cache, s)| cache.table().residual_pages[s].len());
+    assert_eq!(ours, theirs);
+    assert!(back.image(2).unwrap() == image);
+}
+
 #[test]
 fn dropped_tokens_take_their_checkpoints_with_them() {
     let mut cache = cache(builder("int4", 64, 256).max_len(3000));

@@ -99,9 +99,6 @@ struct Sequence {
     tokens: usize,
     /// The home pages whose residuals the cache has.
     fine: BTreeSet<usize>,
-    /// The first home page, behind those of the first tile, whose residuals steps may read. An image is restored with residuals before it that
-    /// are a checkpoint's alone, until a truncation takes them up.
-    first_for_steps: usize,
 }
 
 /// What appends take from the pool.
@@ -245,7 +242,7 @@ impl<'a> Life<'a> {
         let first = pages::first_pages(self.config.format, size, home);
         let last = (first..home)
             .rev()
-            .take_while(|i| *i >= sequence.first_for_steps && sequence.fine.contains(i));
+            .take_while(|i| sequence.fine.contains(i));
         [home, kept.min(first + last.count())]
     }
 

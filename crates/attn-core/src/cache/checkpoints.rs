@@ -32,7 +32,7 @@ impl KvCache {
         dropped.into_iter().map(|of| of.page).collect()
     }
 
-    /// Makes residual pages that a truncated sequence keeps at checkpoints those of its last home pages again, as many as it has between steps.
+    /// Makes residual pages that a truncated or restored sequence keeps at checkpoints those of its last home pages again, as many as it has between steps.
     pub(super) fn take_up_checkpoints(&mut self, sequence: usize) {
         let CacheConfig {
             format, page_size, ..

@@ -277,6 +277,7 @@ impl KvCache {
         self.table.pages[sequence] = home.to_vec();
         self.table.lens[sequence] = held.tokens();
         self.table.tokens_before[sequence] = 0;
+        self.take_up_checkpoints(sequence);
         Ok(())
     }
 

@@ -263,7 +263,7 @@ impl Life<'_> {
         self.cache.truncate(s, longest).map_err(|e| e.to_string())?;
         let rows = self.rows();
         let sequence = &mut self.sequences[s];
-        (sequence.tokens, sequence.first_for_steps) = (longest, 0);
+        sequence.tokens = longest;
         sequence.fine.retain(|i| *i < longest.div_ceil(size));
         match &mut sequence.floats {
             Some(floats) => {
@@ -285,8 +285,6 @@ impl Life<'_> {
         let (size, format) = (self.config.page_size, self.config.format);
         let mut given = self.sequences[from].clone();
         let saved = pages::saved_counts(format, size, given.tokens);
-        let first_saved = saved[0] + pages::first_pages(format, size, saved[0]) - saved[1];
-        given.first_for_steps = given.first_for_steps.max(first_saved);
         let kept = pages::residual_homes(format, size, saved);
         let kept: Vec<usize> = kept.collect();
         given
@@ -352,7 +350,6 @@ impl Life<'_> {
         let first = pages::first_pages(self.config.format, self.config.page_size, home);
         let last = given.bytes.len() - home - first;
         given.fine = (0..first).chain(home - last..home).collect();
-        given.first_for_steps = 0;
         let back = self.cache.read_back(to).map_err(|e| e.to_string())?;
         if whole && fits_pages {
             self.sequences[to] = given;
@@ -363,7 +360,6 @@ impl Life<'_> {
                 floats: None,
                 tokens: given.tokens,
                 fine: given.fine,
-                first_for_steps: 0,
             };
         }
         Ok(Done::Changed)
