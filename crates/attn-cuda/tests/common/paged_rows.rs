@@ -29,16 +29,17 @@ impl PagedRows {
         let table: Vec<u32> = (0..num_pages)
             .map(|i| ((i + 1) * step.unwrap_or(1) % num_pages) as u32)
             .collect();
-        let sides = [(view.format().k, view.k()), (view.format().v, view.v())];
+        let (format, [k_dim, v_dim]) = (view.format(), problem.head_dim.both());
+        let sides = [(format.k, k_dim, view.k()), (format.v, v_dim, view.v())];
         let heads = problem.num_kv_heads;
         let strides = |row: usize| match heads_first {
             true => [heads * page_size * row, page_size * row, row],
             false => [heads * page_size * row, row, heads * row],
         };
-        let row_bytes = |scheme: Scheme| problem.head_dim.k * scheme.code_bits() / 8;
-        let groups = |scheme: Scheme, rows: &StridedRows<'_>| match rows.scales {
+        let row_bytes = |scheme: Scheme, dim: usize| dim * scheme.code_bits() / 8;
+        let groups = |scheme: Scheme, dim: usize, rows: &StridedRows<'_>| match rows.scales {
             [] => 0,
-            _ => scheme.groups(problem.head_dim.k),
+            _ => scheme.groups(dim),
         };
         // Each cached row's place in the contiguous cache and in its page.
         let places = || {
@@ -54,8 +55,8 @@ impl PagedRows {
             let page = table[b * stride + t / page_size] as usize;
             [page, h, t % page_size]
         };
-        let codes = sides.map(|(scheme, rows)| {
-            let row = row_bytes(scheme);
+        let codes = sides.map(|(scheme, dim, rows)| {
+            let row = row_bytes(scheme, dim);
             let mut paged = vec![0xff; num_pages * page_size * heads * row];
             for place in places() {
                 let (from, to) = (
@@ -66,8 +67,8 @@ impl PagedRows {
             }
             paged
         });
-        let scales = sides.map(|(scheme, rows)| {
-            let count = groups(scheme, rows);
+        let scales = sides.map(|(scheme, dim, rows)| {
+            let count = groups(scheme, dim, rows);
             let mut paged = vec![0xffff; num_pages * page_size * heads * count];
             for place in places().filter(|_| count > 0) {
                 let from = at(place, rows.scale_strides);
@@ -80,8 +81,8 @@ impl PagedRows {
             num_pages,
             codes,
             scales,
-            code_strides: sides.map(|(scheme, _)| strides(row_bytes(scheme))),
-            scale_strides: sides.map(|(scheme, rows)| strides(groups(scheme, rows))),
+            code_strides: sides.map(|(scheme, dim, _)| strides(row_bytes(scheme, dim))),
+            scale_strides: sides.map(|(scheme, dim, rows)| strides(groups(scheme, dim, rows))),
             table,
             stride,
         }

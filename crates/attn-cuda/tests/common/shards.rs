@@ -182,7 +182,7 @@ impl Case {
     /// All shards on the machine, then their merge, against the CPU's.
     pub fn run<M: Machine>(&self, machine: &M) -> Result<()> {
         let cpu = CpuBackend::new();
-        let q: Vec<f32> = noise(1, self.problem.out_elements())
+        let q: Vec<f32> = noise(1, self.problem.q_elements())
             .iter()
             .map(|x| 4.0 * x)
             .collect();
@@ -198,7 +198,10 @@ impl Case {
         }
         let cache = self.cache(&cpu, |len| 0..len)?;
         let plan = cpu.plan(&self.problem, self.format)?;
-        let (mut out, mut lse) = (vec![f32::NAN; q.len()], vec![f32::NAN; self.problem.rows()]);
+        let (mut out, mut lse) = (
+            vec![f32::NAN; self.problem.out_elements()],
+            vec![f32::NAN; self.problem.rows()],
+        );
         let step = DecodeStep::new(&plan, &q, KvSource::Cache(&cache), &mut out)?;
         cpu.decode(&mut step.with_lse(&mut lse)?)?;
         for dtype in [Dtype::F32, Dtype::Bf16] {
@@ -256,7 +259,7 @@ impl Case {
             v_tensor_scales: some(&v_scales, v_scales_at),
         };
         // SAFETY: the addresses are those of memory that lives until here, as large as `MergeSpansArgs` asks.
-        unsafe { machine.enqueue((self.format, problem.head_dim.k), &args) }?;
+        unsafe { machine.enqueue((self.format, problem.head_dim.v), &args) }?;
         Ok((machine.download(&memory[2])?, machine.download(&memory[3])?))
     }
 }

@@ -358,7 +358,10 @@ impl Job {
             PlanKind::Ragged => self.listed(kernels)?,
         };
         let q = aligned(&numbers::bytes(dtype, q));
-        let mut out = aligned(&numbers::bytes(dtype, &vec![f32::NAN; case.q().len()]));
+        let mut out = aligned(&numbers::bytes(
+            dtype,
+            &vec![f32::NAN; case.problem.out_elements()],
+        ));
         let mut lse = vec![f32::NAN; case.problem.rows()];
         let args = DecodeArgs {
             q: address(&q),

@@ -78,7 +78,7 @@ impl Centred {
         config.centres = true;
         config.num_pages += 3 * config.pages_for(200);
         let mut cache = Reference::new().create_cache(&config)?;
-        let row = config.num_kv_heads * config.head_dim.k;
+        let [row, v_row] = config.head_dim.both().map(|dim| config.num_kv_heads * dim);
         let common = noise(case.seed + 77, row);
         for (b, &sequence) in self.order.iter().enumerate() {
             let [mut k, v] = case.kv(b);
@@ -87,9 +87,9 @@ impl Centred {
             let len = case.problem.kv_lens[b];
             // 70 tokens, which have made both centres, of which some stay.
             let (before, kept) = (len.min(70), len.min([0, 40][b % 2]));
-            cache.append(sequence, &k[..before * row], &v[..before * row])?;
+            cache.append(sequence, &k[..before * row], &v[..before * v_row])?;
             cache.truncate(sequence, kept)?;
-            cache.append(sequence, &k[kept * row..], &v[kept * row..])?;
+            cache.append(sequence, &k[kept * row..], &v[kept * v_row..])?;
         }
         let lens = &case.problem.kv_lens;
         if let (&[first, second, ..], [a, b, ..]) = (self.order, &lens[..]) {
@@ -101,7 +101,7 @@ impl Centred {
             cache.free_sequence(second)?;
             cache.fork(first, second)?;
             cache.truncate(second, shared)?;
-            cache.append(second, &k[shared * row..], &v[shared * row..])?;
+            cache.append(second, &k[shared * row..], &v[shared * v_row..])?;
         }
         Ok(cache)
     }
