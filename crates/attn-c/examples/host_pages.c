@@ -42,14 +42,8 @@ int main(void) {
     attn_tokens tokens = {.struct_size = sizeof tokens, .k = k, .v = v, .dtype = ATTN_DTYPE_F32};
     check(attn_host_pages_append_slots(pages, pool, bytes, slots, PROMPT + 2, &tokens));
 
-    attn_host_step step = {.struct_size = sizeof step,
-                           .q_heads = Q_HEADS,
-                           .pool = pool,
-                           .pool_bytes = bytes,
-                           .count = 2,
-                           .page_table = table[0],
-                           .page_table_stride = 3,
-                           .kv_lens = lengths};
+    attn_host_step step = {
+        .struct_size = sizeof step, .q_heads = Q_HEADS, .pool = pool, .pool_bytes = bytes, .count = 2, .page_table = table[0], .page_table_stride = 3, .kv_lens = lengths};
     attn_rows rows = {.struct_size = sizeof rows, .q = q, .out = out[0], .dtype = ATTN_DTYPE_F32};
     check(attn_host_pages_attend(pages, &step, &rows));
     /* Each alone. */
