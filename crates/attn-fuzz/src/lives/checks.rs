@@ -198,8 +198,13 @@ impl Life<'_> {
             // The first row reads the earliest tiles. Without a mask every row reads as the last one does.
             let rows = if problem.scores.causal { q_len } else { 1 };
             let read = (len.saturating_sub(rows) / 64 + 1).saturating_sub(tiles);
-            let masked = problem.scores.window_left.unwrap_or(usize::MAX);
-            let seen = len.saturating_sub(q_len).saturating_sub(masked) / 64;
+            let first = len.saturating_sub(q_len);
+            let of_window = first.saturating_sub(problem.scores.window_left.unwrap_or(usize::MAX));
+            let of_chunk = problem
+                .scores
+                .chunk
+                .map_or(0, |chunk| first - first % chunk);
+            let seen = of_window.max(of_chunk) / 64;
             let homes = pages::residual_homes(format, size, self.held_counts(s));
             let mut needed = read.max(seen) * 64 / size..len.div_ceil(size);
             q_len > 0 && needed.any(|i| !homes.clone().any(|home| home == i))
@@ -301,14 +306,16 @@ mod tests {
             257 * 128
         );
         let (mut refused, kv) = (0, KvSource::Cache(&life.cache));
-        for (q_len, causal) in (1..=80).flat_map(|n| [(n, true), (n, false)]) {
+        let masks = [(true, None), (false, None), (true, Some(64))];
+        for (q_len, (causal, chunk)) in (1..=80).flat_map(|n| masks.map(|mask| (n, mask))) {
             let problem = Problem::new(heads, [320, 257]).q_lens([1, q_len]);
-            let problem = problem.causal(causal);
+            let mut problem = problem.causal(causal);
+            problem.scores.chunk = chunk;
             let q = vec![1.0; problem.q_elements()];
             let done = decode(&*CPU.reference, &problem, KvFormat::INT4, &q, kv);
             assert_eq!(life.lacks_residuals(&problem), done.is_err(), "{problem:?}");
             refused += usize::from(done.is_err());
         }
-        assert_eq!(refused, 79);
+        assert_eq!(refused, 79 + 15);
     }
 }
