@@ -140,7 +140,7 @@ impl List {
         }
     }
 
-    /// Heads wider than 256 elements, and keys wider than values.
+    /// Heads wider than 256 elements, keys wider than values, and latents: one KV head for all query heads.
     fn wide(&mut self) {
         for (family, heads, dim, formats) in [
             ("d512", [16, 2], HeadDim::from(512), "int8,int8/int4,int4"),
@@ -150,6 +150,8 @@ impl List {
                 HeadDim::from((192, 128)),
                 "bf16,fp8,int8,int4",
             ),
+            ("mla", [16, 1], HeadDim::from((576, 512)), "int8,int8/int4"),
+            ("mla", [128, 1], HeadDim::from((576, 512)), "int8"),
         ] {
             let [q_heads, kv_heads] = heads;
             for batch in [1, 32] {

@@ -2,6 +2,7 @@
 
 import os
 
+import attn
 import numpy
 import pytest
 
@@ -25,6 +26,12 @@ def rows(rng: numpy.random.Generator, *shape: int) -> numpy.ndarray:
 def static_scales(format: str, heads: int) -> dict:
     """Scales of 1 for a format that needs static ones."""
     return dict(k_scales=[1.0] * heads, v_scales=[1.0] * heads) if format in ("fp8", "int8-tensor") else {}
+
+
+def filled(rng, format="int8", tokens=200, heads=2, dim=64, **options):
+    cache = attn.Cache(format, heads=heads, dim=dim, max_tokens=1024, device="cpu", **static_scales(format, heads), **options)
+    cache.append(rows(rng, tokens, heads, dim), rows(rng, tokens, heads, dim))
+    return cache
 
 
 def expected(q: numpy.ndarray, k: numpy.ndarray, v: numpy.ndarray, **options) -> tuple:

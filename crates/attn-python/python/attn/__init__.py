@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import List, Optional
 
 from . import _attn
-from ._cache import Cache, CacheStats
+from ._cache import Cache
 from ._errors import (
     AttnError,
     CacheFullError,
@@ -26,6 +26,7 @@ from ._host_pages import HostPages
 from ._image import SequenceImage
 from ._quantize import dequantize, quantize
 from ._spans import merge_spans
+from ._stats import CacheStats
 
 __version__ = _attn.version()
 

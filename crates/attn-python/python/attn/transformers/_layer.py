@@ -8,8 +8,9 @@ import torch
 from transformers.cache_utils import CacheLayerMixin
 
 from .._attn import HEAD_DIMS
-from .._cache import Cache, CacheStats
+from .._cache import Cache
 from .._errors import CacheFullError, ShapeError, UnsupportedError
+from .._stats import CacheStats
 from ._mask import PaddedRows
 
 # Query tokens of a piece: in formats whose newest tokens have residuals, those of one append can be queries at once, and be taken back; in sliding
