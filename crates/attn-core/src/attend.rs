@@ -19,7 +19,7 @@ use crate::{
 /// // The two newest tokens of sequence 2.
 /// let at = Attend { q_lens: Some(&[2]), ..Attend::new(heads.q, &[2]) };
 /// let attended = at.of_cache(&cache)?;
-/// assert_eq!((&attended.problem().kv_lens[..], attended.rows()), (&[5][..], [2, 4, 64]));
+/// assert_eq!((&attended.problem().kv_lens[..], attended.problem().out_shape()), (&[5][..], [2, 4, 64]));
 /// # Ok::<(), attn_core::Error>(())
 /// ```
 #[derive(Debug, Clone)]

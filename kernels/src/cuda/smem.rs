@@ -35,7 +35,7 @@ pub(crate) struct Stage {
     pub(crate) least: usize,
     /// What codes are turned into by `many_rows.cu`.
     unpacked: Unpacked,
-    /// Bytes of a row of V that is turned back, or 0.
+    /// Bytes of a row of V that is turned back, where it has a place of its own, or 0.
     rotated_row: usize,
     bytes: usize,
     align: usize,
@@ -83,7 +83,8 @@ impl Stage {
                 scheme if scheme.code_bits() == 4 => Unpacked::Bytes,
                 _ => Unpacked::Nothing { integers: true },
             },
-            rotated_row: if format.v.is_rotated() {
+            // Wider ones lie where the states did.
+            rotated_row: if format.v.is_rotated() && head_dim.v <= 256 {
                 head_dim.v.next_multiple_of(32) * 4
             } else {
                 0

@@ -71,13 +71,13 @@ pub(super) fn all(table: &mut Table) {
             (64, Build::TakenBack),
             (128, Build::Shuffled),
         ] {
-            let mut case = of([8, 2], 64, &[700, 63, 1300, 66], format);
+            let mut case = of([4, 2], 64, &[700, 63, 1300, 66], format);
             (case.build, case.page_size) = (build, page_size);
             table.add(case.clone());
             // One by one, residuals of that many query tokens are not kept.
             case.problem.q_lens = match build {
                 Build::OneByOne => vec![1, 3, 70, 0],
-                _ => vec![1, 3, 200, 0],
+                _ => vec![1, 3, 140, 0],
             };
             table.add(case);
         }

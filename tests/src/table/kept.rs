@@ -18,12 +18,12 @@ pub(super) fn taken_back(table: &mut Table) {
 pub(super) fn first_tiles(table: &mut Table) {
     for format in formats(&["int4", "int8/int4", "int4-w4/int4", "int4-r2/int4-w0"]) {
         for page_size in [16, 32, 64, 128] {
-            let mut case = Case::new([8, 2], 64, &[700, 65, 1300, 41], format);
-            case.problem.q_lens = vec![1, 3, 200, 0];
+            let mut case = Case::new([4, 2], 64, &[700, 65, 1300, 41], format);
+            case.problem.q_lens = vec![1, 3, 140, 0];
             (case.build, case.page_size) = (Build::TakenBack, page_size);
             table.add(case.clone());
             case.problem.q_lens = vec![1; 4];
-            case.problem.scores.alibi_slopes = Some(vec![-0.25; 8]);
+            case.problem.scores.alibi_slopes = Some(vec![-0.25; 4]);
             table.add(case);
             let mut case = Case::new([4, 1], 128, &[2100, 330], format);
             case.problem.q_lens = vec![2; 2];

@@ -108,7 +108,7 @@ struct Merge {
     METHOD void unit(const DecodeParams& p, const Cursor& here, const Cursor& next) {
         resolve_arrival(p);
         __syncthreads();
-        on_last_arrival(p);
+        if constexpr (!SharedMemory::ROTATES_IN_STATES) on_last_arrival(p);
         const Work& work = here.work;
         TeamGranularity takes = work.takes();
         int covered = shared_state->covered, partial = work.partial, end = partial + work.partials_here;
@@ -131,6 +131,7 @@ struct Merge {
             return;
         }
         __syncthreads();
+        if constexpr (SharedMemory::ROTATES_IN_STATES) on_last_arrival(p);
         if (threadIdx.x == 0) {
             int began = here.is_fresh ? partial : shared_state->began;
             shared_state->began = began;
