@@ -2,7 +2,6 @@
 
 import os
 
-import attn
 import numpy
 import pytest
 
@@ -29,6 +28,10 @@ def static_scales(format: str, heads: int) -> dict:
 
 
 def filled(rng, format="int8", tokens=200, heads=2, dim=64, **options):
+    """A cache on the CPU with a sequence of random rows."""
+    # test_hub.py has no package of this name.
+    import attn
+
     cache = attn.Cache(format, heads=heads, dim=dim, max_tokens=1024, device="cpu", **static_scales(format, heads), **options)
     cache.append(rows(rng, tokens, heads, dim), rows(rng, tokens, heads, dim))
     return cache

@@ -144,8 +144,9 @@ fn unpack(root: &Path, crates: &[Crate]) -> Result<PathBuf> {
             bytes < MOST_BYTES,
             "crates.io takes at most {MOST_BYTES} bytes"
         );
+        // Packages say of all files that they are of one day, by which cargo would take changed ones for those that it has compiled.
         let tar = Command::new("tar")
-            .arg("-xzf")
+            .arg("-xmzf")
             .arg(&file)
             .arg("-C")
             .arg(&unpacked)
