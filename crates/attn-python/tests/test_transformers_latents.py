@@ -30,13 +30,13 @@ def test_a_token_is_one_latent_and_one_rotary_key():
     cache = QuantizedCache(config, "f16")
     ours(prompt(2, 30), **given(cache))
     stored = cache.layers[0].cache
-    assert (stored.heads, stored.dim, stored.v_dim) == (1, 320, 256)
+    assert (stored.heads, stored.dim, stored.v_dim) == (1, 192, 128)
     keys, values = stored.export(0)
-    assert (keys[..., :256] == values).all() and keys[..., 256:].any()
+    assert (keys[..., :128] == values).all() and keys[..., 128:].any()
 
 
 def test_latents_of_288_dims_are_stored_with_zeros():
-    config, own, ours = pair("deepseek", qk_rope_head_dim=32)
+    config, own, ours = pair("deepseek", kv_lora_rank=256, qk_rope_head_dim=32)
     ids = prompt(1, 50)
     cache = QuantizedCache(config, "f16")
     found = torch.cat([ours(piece, **given(cache)).logits for piece in ids.split(33, 1)], 1)
@@ -70,7 +70,7 @@ def test_an_expansion_that_is_no_plain_linear_layer_is_refused(change):
     else:
         attention.kv_b_proj = torch.nn.Sequential(attention.kv_b_proj)
     cache = QuantizedCache(config)
-    with pytest.raises(attn.UnsupportedError, match="torch.nn.Linear of 256 features without bias"):
+    with pytest.raises(attn.UnsupportedError, match="torch.nn.Linear of 128 features without bias"):
         ours(prompt(1, 10), **given(cache))
     assert cache.get_seq_length() == 0
 

@@ -67,8 +67,8 @@ def config_of(kind, **changes):
         shapes = dict(head_dim=64, intermediate_size_mlp=256, num_local_experts=2, num_experts_per_tok=2, layer_types=["chunked_attention", "full_attention"])
         return transformers.Llama4TextConfig(**{**COMMON, **shapes, "no_rope_layers": [1, 0], "attention_chunk_size": 24, **changes})
     if kind == "deepseek":
-        # 256 dims of a latent and 64 of a rotary key; K of 96 + 64 dims and V of 128 where a version of transformers caches these.
-        ranks = dict(q_lora_rank=64, kv_lora_rank=256, qk_nope_head_dim=96, qk_rope_head_dim=64, v_head_dim=128, num_key_value_heads=4)
+        # 128 dims of a latent and 64 of a rotary key; K of 96 + 64 dims and V of 128 where a version of transformers caches these.
+        ranks = dict(q_lora_rank=64, kv_lora_rank=128, qk_nope_head_dim=96, qk_rope_head_dim=64, v_head_dim=128, num_key_value_heads=4)
         return transformers.DeepseekV3Config(**{**COMMON, **ranks, "first_k_dense_replace": 2, **changes})
     layers = ["sliding_attention", "full_attention"]
     # All experts take part: a router that chooses turns a rounding into another expert.
