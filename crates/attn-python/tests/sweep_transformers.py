@@ -79,19 +79,25 @@ SMALL: Dict[str, int] = {
     **dict.fromkeys(("num_kv_shared_layers",), LAYERS // 2),
     **dict.fromkeys(("num_embeddings", "codebook_size", "ngram_vocab_size_base", "encoder_hash_byte_group_vocab"), 512),
 }
-# What defaults leave open, though the model needs it.
+# What defaults leave open though the model needs it, or what belongs to other numbers of layers and dims.
 OPEN: Dict[str, Dict[str, Any]] = {
+    "bamba": {"attn_layer_indices": [1, 3]},
     "deepseek_v2": {"num_experts_per_tok": 4},
     "dots1": {"n_routed_experts": 4},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"] * (LAYERS // 2)},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * (LAYERS // 2)},
     "step3p7": {"sliding_window": 24},
     "xmod": {"default_language": "en_XX"},
+    "zamba": {"layers_block_type": ["linear_attention", "hybrid"] * (LAYERS // 2), "attention_hidden_size": 512, "attention_head_dim": 128},
+    "zamba2": {"attention_hidden_size": 512, "attention_head_dim": 128, "mamba_headdim": 64, "hybrid_layer_ids": [3]},
 }
 # Kinds of attention, of masks and of caches: plain, windows, caps, sinks, chunks, experts, hybrids with linear attention, biases of scores, MLA, attention by
 # code of the model's own, several attentions of one layer, loops, layers without attention, decoders of encoder-decoder models, models of several parts.
 FAST = (
     "llama qwen2 qwen3 mistral gemma gemma2 gemma3_text gemma3n_text gemma4_text gpt_oss cohere2 olmo3 phi3 glm4 granite smollm3 llama4_text qwen3_moe "
-    "qwen3_next nemotron_h falcon_h1 mamba deepseek_v2 deepseek_v3 glm4_moe_lite mistral4 bloom mpt falcon gpt2 gptj gpt_neo gpt_neox gpt_neox_japanese opt bert bart bigbird_pegasus diffllama dory "
+    "qwen3_next nemotron_h falcon_h1 mamba deepseek_v2 deepseek_v3 glm4_moe_lite mistral4 zamba2 "
+    "bloom mpt falcon gpt2 gptj gpt_neo gpt_neox gpt_neox_japanese opt bert bart bigbird_pegasus diffllama dory "
     "gemma3 qwen2_5_vl llava"
 ).split()
 

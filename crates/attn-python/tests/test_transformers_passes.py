@@ -208,7 +208,7 @@ def test_layers_of_transformers_own_are_not_left_with_tokens_of_a_failed_pass():
     assert torch.equal(model(ids[:, :30], **given(cache)).logits, model(ids[:, :30], **given(QuantizedCache(config))).logits)
     with pytest.raises(attn.CacheFullError):
         model(ids[:, 30:], **given(cache))
-    with pytest.raises(attn.ShapeError, match=r"layer 2, which is transformers' own.*reset\(\)"):
+    with pytest.raises(attn.ShapeError, match=r"layer 2, whose tokens or states are transformers' own.*reset\(\)"):
         model(ids[:, 30:32], **given(cache))
 
 

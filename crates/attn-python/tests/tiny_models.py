@@ -66,6 +66,10 @@ def config_of(kind, **changes):
         # Chunks in the layers with rotary positions; all experts take part.
         shapes = dict(head_dim=64, intermediate_size_mlp=256, num_local_experts=2, num_experts_per_tok=2, layer_types=["chunked_attention", "full_attention"])
         return transformers.Llama4TextConfig(**{**COMMON, **shapes, "no_rope_layers": [1, 0], "attention_chunk_size": 24, **changes})
+    if kind == "falcon-h1":
+        # States of linear attention beside K and V in each layer.
+        mamba = dict(mamba_d_ssm=128, mamba_n_heads=2, mamba_d_head=64, mamba_d_state=16, mamba_chunk_size=32)
+        return transformers.FalconH1Config(**{**COMMON, **mamba, "head_dim": 64, **changes})
     if kind == "deepseek":
         # 128 dims of a latent and 64 of a rotary key; K of 96 + 64 dims and V of 128 where a version of transformers caches these.
         ranks = dict(q_lora_rank=64, kv_lora_rank=128, qk_nope_head_dim=96, qk_rope_head_dim=64, v_head_dim=128, num_key_value_heads=4)

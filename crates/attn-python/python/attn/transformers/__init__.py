@@ -6,8 +6,8 @@
 
 Before transformers 5.24, `cache=` is `past_key_values=`. Importing this module registers the attention implementation `"attn"`. Layers of full, sliding
 and chunked attention keep K and V in pages of this library and attend over them: prompts, decoding, verified drafts, batches padded on the left. A sliding
-or chunked layer drops the pages that its window has left. Other layers keep transformers' own caches in the model's precision, and are attended by torch. With
-another cache, or none, `"attn"` computes what `"sdpa"` does.
+or chunked layer drops the pages that its window has left. Of layers that have states of linear attention, too, K and V are quantized. Other layers keep
+transformers' own caches in the model's precision, and are attended by torch. With another cache, or none, `"attn"` computes what `"sdpa"` does.
 
 Each layer has an `attn.Cache` of its own, not one of several layers: transformers runs a layer over a whole prompt, which formats with a window take in
 pieces, each appended and attended before the next, and a cache of several layers counts a step's tokens once for all of them.

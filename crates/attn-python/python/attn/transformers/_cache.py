@@ -6,7 +6,7 @@ from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
 
 import torch
 from transformers.cache_utils import Cache as TransformersCache
-from transformers.cache_utils import CacheLayerMixin
+from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 
 from .._cache import Cache
 from .._errors import ParameterError, UnsupportedError
@@ -14,6 +14,7 @@ from .._options import count, is_fast, numbers
 from ._attention import use_masks
 from ._config import head_width, kinds_of, own_layers, sharing_of, windows_of
 from ._guard import PassGuard
+from ._hybrid import QuantizedHybridLayer
 from ._latents import use_latents
 from ._layer import QuantizedLayer, width_for
 from ._mask import MaskTokens
@@ -83,8 +84,12 @@ class QuantizedCache(TransformersCache):
         sharing, kinds = sharing_of(decoder, windows), kinds_of(decoder, layers)
         quantized = {}
         for index, window in windows.items():
-            of_layer = dict(is_chunked=kinds[index] == "chunked_attention", is_shared=index in sharing.values(), scales=scales[index])
-            quantized[index] = QuantizedLayer(format, window=window, **of_layer, **of_all)
+            of_layer: Dict[str, Any] = dict(is_chunked=kinds[index] == "chunked_attention", is_shared=index in sharing.values(), scales=scales[index])
+            if isinstance(layers[index], LinearAttentionCacheLayerMixin):
+                of_layer["states"] = {name: getattr(layers[index], name) for name in ("number_of_states",) if hasattr(layers[index], name)}
+                quantized[index] = QuantizedHybridLayer(format, window=window, **of_layer, **of_all)
+            else:
+                quantized[index] = QuantizedLayer(format, window=window, **of_layer, **of_all)
         super().__init__(layers=[quantized.get(index, layer) for index, layer in enumerate(layers)])
         self.format = format
         self._guard = PassGuard(self.layers, quantized, sharing, decoder)

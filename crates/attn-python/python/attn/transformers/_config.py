@@ -4,12 +4,20 @@ from __future__ import annotations
 
 from typing import Any, Dict, List, Optional, Tuple
 
-from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import (
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+)
 
 from .._attn import HEAD_DIMS
 from .._errors import UnsupportedError
 from ._layer import width_for
 
+# Of transformers' cache, the layers of K and V, alone or beside states of linear attention.
+_OURS = (DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionAndFullAttentionLayer, LinearAttentionAndSlidingWindowAttentionLayer)
 
 def own_layers(config: Any) -> List[Any]:
     """The layers of transformers' own cache for a model."""
@@ -54,12 +62,12 @@ def kinds_of(config: Any, layers: List[Any]) -> List[Optional[str]]:
 
 
 def windows_of(config: Any, layers: List[Any]) -> Dict[int, Optional[int]]:
-    """The layers that transformers makes for a decoder's configuration which have full, sliding or chunked attention and nothing else; the windows of those, or
-    the tokens of a chunk."""
+    """The layers that transformers makes for a decoder's configuration which have full, sliding or chunked attention; the windows of those, or the tokens of a
+    chunk."""
     # Without kinds, which layers are chunked is in the model's code alone.
     if not _read(config, "layer_types") and _read(config, "attention_chunk_size"):
         return {}
-    ours = {i: layer for i, layer in enumerate(layers) if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer)}
+    ours = {i: layer for i, layer in enumerate(layers) if type(layer) in _OURS}
     return {i: getattr(layer, "sliding_window", None) for i, layer in ours.items()}
 
 

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Dict, Iterator, List, NoReturn, Optional, Sequence, Set, Tuple
 
 import torch
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from .._errors import AttnError, ShapeError, UnsupportedError
 from ._handed import Handed
@@ -27,8 +28,9 @@ class PassGuard:
     def __init__(self, layers: Sequence[Any], quantized: Dict[int, "QuantizedLayer"], sharing: Dict[int, int], config: Any) -> None:
         """`sharing` gives, for each layer that attends over another's K and V, that other one."""
         self._layers, self._quantized, self._sharing = list(layers), quantized, sharing
-        # Layers of transformers' own with tokens, which they cannot give back in general.
-        self._others = [index for index in range(len(layers)) if index not in quantized and index not in sharing]
+        # Layers with tokens, or states of linear attention, of transformers' own, which cannot be given back in general.
+        kept = [isinstance(layer, LinearAttentionCacheLayerMixin) or index not in quantized for index, layer in enumerate(layers)]
+        self._others = [index for index, keeps in enumerate(kept) if keeps and index not in sharing]
         self._model, self._config_layers = type(config).__name__, getattr(config, "num_hidden_layers", None)
         # The configuration of the model whose number of layers was looked at last.
         self._checked: Any = None
@@ -221,9 +223,9 @@ class PassGuard:
                 layer.reset()
             return
         # Models run their layers in order.
-        touched = [other for other in self._others if other < index]
+        touched = [other for other in self._others if other <= index]
         if touched:
-            self._broken = f"a pass failed after layer {touched[-1]}, which is transformers' own and keeps its tokens"
+            self._broken = f"a pass failed after layer {touched[-1]}, whose tokens or states are transformers' own and stay"
         for at, lens in before.items():
             try:
                 self._quantized[at].take_back(lens)
