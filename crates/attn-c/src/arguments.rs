@@ -9,7 +9,7 @@ use std::{
 use attn::{Elements, ElementsMut, process};
 use half::{bf16, f16};
 
-use crate::status::{Failure, Status};
+use crate::status::{Failure, Status, call};
 
 /// Type of the numbers in a caller's memory.
 #[repr(C)]
@@ -180,6 +180,20 @@ pub(crate) unsafe fn handle<'a, T>(what: &str, pointer: *const T) -> Result<&'a 
     check_pointer(what, pointer)?;
     // SAFETY: the caller's contract.
     Ok(unsafe { &*pointer })
+}
+
+/// Destroys a handle; NULL is none. A panic on the way stays inside.
+///
+/// # Safety
+/// `pointer` is NULL or a handle, made by `Box::into_raw`, that is used for the last time.
+pub(crate) unsafe fn destroy<T>(pointer: *mut T) {
+    let _ = call(|| {
+        if !pointer.is_null() {
+            // SAFETY: the caller's contract.
+            drop(unsafe { Box::from_raw(pointer) });
+        }
+        Ok(())
+    });
 }
 
 /// Waits for the handle's other calls; refuses a handle in which a call has panicked. A process that was forked from the handle's is refused before it

@@ -8,7 +8,7 @@ use std::{
 use attn::{CacheConfig as Description, Error, Heads, KvFormat, SequenceImage, Session};
 
 use crate::{
-    arguments::{self, handle, list, list_mut, lock, optional, place, text},
+    arguments::{self, destroy, handle, list, list_mut, lock, optional, place, text},
     device::Device,
     rows::head_dim,
     status::{Failure, Status, call},
@@ -171,13 +171,8 @@ pub unsafe extern "C" fn attn_cache_create(
 /// `cache` is NULL or was created and has not been destroyed; no call on it is under way.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn attn_cache_destroy(cache: *mut Cache) {
-    let _ = call(|| {
-        if !cache.is_null() {
-            // SAFETY: a handle of `attn_cache_create`'s by contract, used for the last time.
-            drop(unsafe { Box::from_raw(cache) });
-        }
-        Ok(())
-    });
+    // SAFETY: a handle of `attn_cache_create`'s by contract, used for the last time.
+    unsafe { destroy(cache) }
 }
 
 /// Runs `work` on a cache that no other call uses.

@@ -6,7 +6,7 @@ use std::{
 };
 
 use crate::{
-    arguments::{handle, place, text},
+    arguments::{destroy, handle, place, text},
     status::{Status, call},
 };
 
@@ -64,11 +64,6 @@ pub unsafe extern "C" fn attn_device_name(device: *const Device) -> *const c_cha
 /// `device` is NULL or was opened and has not been closed.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn attn_device_close(device: *mut Device) {
-    let _ = call(|| {
-        if !device.is_null() {
-            // SAFETY: a handle of `attn_device_open`'s by contract, used for the last time.
-            drop(unsafe { Box::from_raw(device) });
-        }
-        Ok(())
-    });
+    // SAFETY: a handle of `attn_device_open`'s by contract, used for the last time.
+    unsafe { destroy(device) }
 }

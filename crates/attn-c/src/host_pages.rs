@@ -9,7 +9,7 @@ use attn::{
 
 use crate::{
     append::NewTokens,
-    arguments::{config, handle, list, list_mut, optional, place, text},
+    arguments::{config, destroy, handle, list, list_mut, optional, place, text},
     modifiers::Modifiers,
     place::{Memory, with_rows},
     rows::{Rows, Tokens, head_dim, or},
@@ -131,13 +131,8 @@ pub unsafe extern "C" fn attn_host_pages_create(
 /// `pages` is NULL or was created and has not been destroyed.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn attn_host_pages_destroy(pages: *mut HostPages) {
-    let _ = call(|| {
-        if !pages.is_null() {
-            // SAFETY: a handle of `attn_host_pages_create`'s by contract, used for the last time.
-            drop(unsafe { Box::from_raw(pages) });
-        }
-        Ok(())
-    });
+    // SAFETY: a handle of `attn_host_pages_create`'s by contract, used for the last time.
+    unsafe { destroy(pages) }
 }
 
 /// Bytes of a page: K, V and their scales, of all KV heads. 0 for NULL.

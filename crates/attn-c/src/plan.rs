@@ -16,7 +16,7 @@ use attn::{
 };
 
 use crate::{
-    arguments::{self, handle, optional, place, text},
+    arguments::{self, destroy, handle, optional, place, text},
     device::Device,
     launch_args::{enqueue, given},
     modifiers::Modifiers,
@@ -199,13 +199,8 @@ pub unsafe extern "C" fn attn_plan_create(
 /// `plan` is NULL or was created and has not been destroyed.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn attn_plan_destroy(plan: *mut Plan) {
-    let _ = call(|| {
-        if !plan.is_null() {
-            // SAFETY: a handle of `attn_plan_create`'s by contract, used for the last time.
-            drop(unsafe { Box::from_raw(plan) });
-        }
-        Ok(())
-    });
+    // SAFETY: a handle of `attn_plan_create`'s by contract, used for the last time.
+    unsafe { destroy(plan) }
 }
 
 /// What a plan's launches need.

@@ -14,7 +14,7 @@ use attn::{
 };
 
 use crate::{
-    arguments::{self, config, handle, place, text},
+    arguments::{self, config, destroy, handle, place, text},
     device::Device,
     launch_args::{Merge, PageCopies, Pages, Ranges, SpanMerge, enqueue},
     rows::head_dim,
@@ -104,13 +104,8 @@ pub unsafe extern "C" fn attn_transfer_create(
 /// `transfer` is NULL or was created and has not been destroyed.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn attn_transfer_destroy(transfer: *mut Transfer) {
-    let _ = call(|| {
-        if !transfer.is_null() {
-            // SAFETY: a handle of `attn_transfer_create`'s by contract, used for the last time.
-            drop(unsafe { Box::from_raw(transfer) });
-        }
-        Ok(())
-    });
+    // SAFETY: a handle of `attn_transfer_create`'s by contract, used for the last time.
+    unsafe { destroy(transfer) }
 }
 
 /// Writes ranges of cached tokens as rows of numbers, as they were before they were quantized, to the format's precision: enqueues the work on `stream`,

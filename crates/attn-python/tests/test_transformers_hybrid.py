@@ -2,20 +2,11 @@
 
 import attn
 import pytest
-from tiny_models import REASON, generate, given, has_torch, padded, pair, prompt
+from tiny_models import REASON, generate, given, has_torch, padded, pair, prompt, without_gradients
 
 if REASON is None:
     import torch
     from attn.transformers import QuantizedCache, QuantizedLayer
-
-
-@pytest.fixture(autouse=True)
-def without_gradients():
-    if REASON is None:
-        with torch.no_grad():
-            yield
-    else:
-        yield
 
 
 def test_logits_in_pieces_are_those_of_the_models_own_attention():

@@ -2,7 +2,7 @@
 
 import attn
 import pytest
-from tiny_models import REASON, config_of, given, has_torch, pair, prompt
+from tiny_models import REASON, config_of, given, has_torch, pair, prompt, without_gradients
 
 if REASON is None:
     import torch
@@ -14,14 +14,9 @@ if REASON is None:
 
 
 @pytest.fixture(autouse=True)
-def without_gradients():
-    if REASON is not None:
-        yield
-        return
+def has_latents(has_torch):
     if not HAS_LATENTS:
         pytest.skip(f"transformers {transformers.__version__} gives its cache K and V of all heads, which other tests attend over")
-    with torch.no_grad():
-        yield
 
 
 def test_a_token_is_one_latent_and_one_rotary_key():

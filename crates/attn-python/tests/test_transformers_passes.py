@@ -6,7 +6,7 @@ import warnings
 
 import attn
 import pytest
-from tiny_models import COMMON, PAST, REASON, config_of, device, generate, given, has_torch, padded, pair, prompt
+from tiny_models import COMMON, PAST, REASON, config_of, device, generate, given, has_torch, padded, pair, prompt, without_gradients
 
 if REASON is None:
     import torch
@@ -22,12 +22,6 @@ class Stopped(BaseException):
 
 def stop(*_):
     raise Stopped
-
-
-@pytest.fixture(autouse=True)
-def without_gradients(has_torch):
-    with torch.no_grad():
-        yield
 
 
 def cache_of(config, model, ids, *options, **named):

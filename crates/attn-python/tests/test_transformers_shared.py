@@ -2,22 +2,13 @@
 
 import attn
 import pytest
-from tiny_models import REASON, given, has_torch, pair, padded, prompt
+from tiny_models import REASON, given, has_torch, pair, padded, prompt, without_gradients
 
 if REASON is None:
     import torch
     import transformers
     from attn.transformers import QuantizedCache, QuantizedLayer
     from attn.transformers._mask import PaddedRows
-
-
-@pytest.fixture(autouse=True)
-def without_gradients():
-    if REASON is None:
-        with torch.no_grad():
-            yield
-    else:
-        yield
 
 
 def logits(model, cache, ids, pieces, mask=None):

@@ -24,6 +24,12 @@ def has_torch():
         require("torch", REASON)
 
 
+@pytest.fixture(autouse=True)
+def without_gradients(has_torch):
+    with torch.no_grad():
+        yield
+
+
 @pytest.fixture(params=["cpu", "cuda"])
 def device(request):
     if request.param == "cuda" and (torch is None or not torch.cuda.is_available()):
