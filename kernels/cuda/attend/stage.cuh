@@ -35,7 +35,11 @@ struct Stage {
     static constexpr int V_STRIDE = V_BLOCK_BYTES + (HOLDS_BOTH ? K_BLOCK_BYTES : 0);
     static constexpr int CODES_BYTES = larger(K_STRIDE, V_STRIDE) * BLOCKS;
     static constexpr int ALIGN = PAGE ? 128 : 1024;  // the swizzle goes by address
-    static constexpr int BYTES = (CODES_BYTES + ALIGN - 1) / ALIGN * ALIGN;
+    // Of a part of a tile's K, the last of which has the parameters of both sides behind it, and of its V.
+    static constexpr int K_PART = K_CODES / Config::K_PARTS, V_PART = V_CODES / Config::V_PARTS;
+    static constexpr int WIDE_BYTES = larger(K_PART + K_BLOCK_BYTES - K_CODES + V_BLOCK_BYTES - V_CODES, V_PART);
+    static constexpr int BYTES = ((Config::IS_WIDE ? WIDE_BYTES : CODES_BYTES) + ALIGN - 1) / ALIGN * ALIGN;
+    static_assert(!Config::IS_WIDE || (BLOCKS == 1 && !HOLDS_BOTH), "many_rows/wide.cuh");
 
     // Residuals of a tile that some row reads with them: behind their side's codes where the stage has room, else in the next stage. Other tiles
     // have none.

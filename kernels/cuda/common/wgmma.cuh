@@ -35,13 +35,15 @@ template <int COUNT> DEVICE void give_up_registers() { asm volatile("setmaxnreg.
 template <int COUNT> DEVICE void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT)); }
 
 #define ATTN_8(C, i) C(d[i]), C(d[i + 1]), C(d[i + 2]), C(d[i + 3]), C(d[i + 4]), C(d[i + 5]), C(d[i + 6]), C(d[i + 7])
-#define ATTN_32(C) ATTN_8(C, 0), ATTN_8(C, 8), ATTN_8(C, 16), ATTN_8(C, 24)
+#define ATTN_24(C) ATTN_8(C, 0), ATTN_8(C, 8), ATTN_8(C, 16)
+#define ATTN_32(C) ATTN_24(C), ATTN_8(C, 24)
 #define ATTN_40(C) ATTN_32(C), ATTN_8(C, 32)
 #define ATTN_48(C) ATTN_40(C), ATTN_8(C, 40)
 #define ATTN_64(C) ATTN_48(C), ATTN_8(C, 48), ATTN_8(C, 56)
 #define ATTN_96(C) ATTN_64(C), ATTN_8(C, 64), ATTN_8(C, 72), ATTN_8(C, 80), ATTN_8(C, 88)
 #define ATTN_128(C) ATTN_96(C), ATTN_8(C, 96), ATTN_8(C, 104), ATTN_8(C, 112), ATTN_8(C, 120)
-#define ATTN_TO_31 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define ATTN_TO_23 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23"
+#define ATTN_TO_31 ATTN_TO_23 ", %24, %25, %26, %27, %28, %29, %30, %31"
 #define ATTN_TO_39 ATTN_TO_31 ", %32, %33, %34, %35, %36, %37, %38, %39"
 #define ATTN_TO_47 ATTN_TO_39 ", %40, %41, %42, %43, %44, %45, %46, %47"
 #define ATTN_TO_63 ATTN_TO_47 ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
@@ -53,6 +55,7 @@ template <int COUNT> DEVICE void take_registers() { asm volatile("setmaxnreg.inc
     asm volatile("{ .reg .pred p; setp.ne.b32 p, %" #ADDS ", 0; wgmma.mma_async.sync.aligned." SHAPE TYPES " {" SUMS "}, {%" #A0 ", %" #A1 ", %" #A2 ", %" #A3 \
                  "}, %" #B ", p" TAIL "; }"                                                                                                                  \
                  : ATTN_##N(C) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)adds))
+#define ATTN_PRODUCT_24(DEPTH, TYPES, C, TAIL) ATTN_PRODUCT_OF(24, ATTN_TO_23, 24, 25, 26, 27, 28, 29, "m64n48" DEPTH, TYPES, C, TAIL)
 #define ATTN_PRODUCT_32(DEPTH, TYPES, C, TAIL) ATTN_PRODUCT_OF(32, ATTN_TO_31, 32, 33, 34, 35, 36, 37, "m64n64" DEPTH, TYPES, C, TAIL)
 #define ATTN_PRODUCT_40(DEPTH, TYPES, C, TAIL) ATTN_PRODUCT_OF(40, ATTN_TO_39, 40, 41, 42, 43, 44, 45, "m64n80" DEPTH, TYPES, C, TAIL)
 #define ATTN_PRODUCT_48(DEPTH, TYPES, C, TAIL) ATTN_PRODUCT_OF(48, ATTN_TO_47, 48, 49, 50, 51, 52, 53, "m64n96" DEPTH, TYPES, C, TAIL)
@@ -60,7 +63,7 @@ template <int COUNT> DEVICE void take_registers() { asm volatile("setmaxnreg.inc
 #define ATTN_PRODUCT_96(DEPTH, TYPES, C, TAIL) ATTN_PRODUCT_OF(96, ATTN_TO_95, 96, 97, 98, 99, 100, 101, "m64n192" DEPTH, TYPES, C, TAIL)
 #define ATTN_PRODUCT_128(DEPTH, TYPES, C, TAIL) ATTN_PRODUCT_OF(128, ATTN_TO_127, 128, 129, 130, 131, 132, 133, "m64n256" DEPTH, TYPES, C, TAIL)
 // Numbers of d of the head dims that there are.
-#define ATTN_EACH_WIDTH(DEFINE) DEFINE(32) DEFINE(40) DEFINE(48) DEFINE(64) DEFINE(96) DEFINE(128)
+#define ATTN_EACH_WIDTH(DEFINE) DEFINE(24) DEFINE(32) DEFINE(40) DEFINE(48) DEFINE(64) DEFINE(96) DEFINE(128)
 
 // `adds`: whether d counts; else it is overwritten.
 template <bool B_SIGNED> struct Products {
@@ -75,7 +78,7 @@ template <bool B_SIGNED> struct Products {
         if constexpr (B_SIGNED) ATTN_PRODUCT_32("k32", ".s32.s8.s8", "+r", "");
         else ATTN_PRODUCT_32("k32", ".s32.s8.u8", "+r", "");
     }
-    // b has 64 to 256 columns.
+    // b has 48 to 256 columns.
 #define ATTN_MULTIPLY(N)                                                                     \
     DEVICE void multiply_unsigned(int (&d)[N], const u32 (&a)[4], u64 b, bool adds) {        \
         if constexpr (B_SIGNED) ATTN_PRODUCT_##N("k32", ".s32.u8.s8", "+r", "");            \

@@ -15,6 +15,7 @@
 
 namespace attn {
 
+static_assert(K_DIM == V_DIM, "many_rows.cu attends no other floats");
 template <class Side, bool COLUMNS> struct WidenedToken : StoredToken<Side, COLUMNS> {
     using StoredToken<Side, COLUMNS>::x;
     using StoredToken<Side, COLUMNS>::part;

@@ -12,6 +12,7 @@
 
 namespace attn {
 
+static_assert(K_DIM == V_DIM, "many_rows.cu attends no other floats");
 constexpr int WARPS = 4;
 
 // A side's rows of one KV head; `first`: the sequence, or the page.

@@ -8,7 +8,6 @@
 
 namespace attn {
 
-static_assert(K_DIM == V_DIM, "many_rows.cu attends no others");
 constexpr int SIDE_BYTES = TILE * K_DIM * 2;  // of K or V in 16 bits, in a written page of one KV head
 
 // The scale of the f16 numbers: with it the largest code times the largest scale is in f16's range.

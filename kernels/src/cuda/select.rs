@@ -7,9 +7,9 @@ use super::{
         BULK_SHARED, DeviceLimits, Kernel, KernelChoice, KernelConfig, KvLayout, Preferences,
         RESERVED_SHARED, SM_TEAMS, WARPGROUPS,
     },
-    cost::{Cost, fastest_split, split_kv_us},
+    cost::{Cost, RowBlocks, fastest_split, split_kv_us},
     launch::takes_whole_items,
-    smem::{Stage, shared_bytes},
+    smem::{Stage, has_wide_rows, shared_bytes, wide_parts},
     split::{longest, rows},
 };
 
@@ -150,6 +150,9 @@ impl Shape {
 
     /// The configuration of `many_rows.cu` for runs of spans; `None` where it does not cover the shape.
     pub(crate) fn many_rows(&self, shared_limit: usize) -> Option<KernelConfig> {
+        if has_wide_rows(self.format, self.head_dim) {
+            return self.wide_rows(shared_limit);
+        }
         let KvFormat { k, v } = self.format;
         let dim = self.head_dim.one()?;
         let has_one_scale = |scheme: Scheme| scheme.groups(dim) == 1;
@@ -198,6 +201,47 @@ impl Shape {
                 ctas: 1,
             })
             .find(|config| self.fits(config, 1, shared_limit))
+    }
+
+    /// The configuration of `many_rows.cu` for wide rows, of which its warpgroups have 64 together; `None` where it does not cover the shape.
+    fn wide_rows(&self, shared_limit: usize) -> Option<KernelConfig> {
+        let KvFormat { k, v } = self.format;
+        let HeadDim { k: k_dim, v: v_dim } = self.head_dim;
+        // Parts of K are multiplied 32 dims at a time; of V a warpgroup's dims are those of an instruction.
+        let [k_parts, _] = wide_parts(self.head_dim);
+        let has_dims =
+            k_dim.is_multiple_of(32 * k_parts) && matches!(v_dim, 128 | 160 | 192 | 256 | 512);
+        let is_covered = self.are_bytes() && k.groups(k_dim) == 1 && v.groups(v_dim) == 1;
+        let few = self.is_few_of_split_kv(shared_limit);
+        if few || !has_dims || !is_covered || self.layout.is_rows() || shared_limit < BULK_SHARED {
+            return None;
+        }
+        (2..=12)
+            .rev()
+            .map(|stages| KernelConfig {
+                kernel: Kernel::ManyRows,
+                row_groups: 4,
+                row_warps: WARPGROUPS,
+                stages,
+                ctas: 1,
+            })
+            .find(|config| self.fits(config, 1, shared_limit))
+    }
+
+    /// Whether rows are few and of dims that `split_kv.cu` reads as fast as memory delivers them.
+    fn is_few_of_split_kv(&self, shared_limit: usize) -> bool {
+        self.rows <= 8 && self.head_dim.max() <= 256 && self.split_kv(shared_limit).is_some()
+    }
+
+    /// Whether `many_rows.cu` is faster than `split_kv.cu` for wide rows, by their estimated times.
+    fn wide_rows_are_faster(&self, problem: &Problem, limits: DeviceLimits) -> bool {
+        let Some(wide) = self.wide_rows(limits.shared_limit) else {
+            return false;
+        };
+        let blocks = RowBlocks::new(problem, limits.sms);
+        self.split_kv(limits.shared_limit).is_none_or(|split_kv| {
+            blocks.wide_us(wide.rows()) < blocks.split_kv_us(split_kv.rows())
+        })
     }
 
     /// Whether `many_rows.cu` has a configuration for few rows.
@@ -261,7 +305,10 @@ pub fn many_rows(
         _ if limits.shared_limit < BULK_SHARED => 8,
         _ => 24,
     };
-    let are_many = shape.rows > few || shape.few_bytes_are_faster(problem, limits.sms);
+    let are_many = match has_wide_rows(format, problem.head_dim) {
+        true => shape.wide_rows_are_faster(problem, limits),
+        false => shape.rows > few || shape.few_bytes_are_faster(problem, limits.sms),
+    };
     let is_wanted = match preferences.kernel {
         KernelChoice::Auto => are_many,
         KernelChoice::ManyRows => true,

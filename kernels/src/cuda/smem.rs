@@ -35,6 +35,8 @@ pub(crate) struct Stage {
     pub(crate) least: usize,
     /// What codes are turned into by `many_rows.cu`.
     unpacked: Unpacked,
+    /// Bytes of a stage of wide rows: a part of K with the parameters of both sides, or one of V.
+    wide: usize,
     /// Bytes of a row of V that is turned back, where it has a place of its own, or 0.
     rotated_row: usize,
     bytes: usize,
@@ -69,6 +71,11 @@ impl Stage {
             residuals > 0 && (one_stage || codes + residuals > bytes)
         };
         let align = if layout.is_rows() { 1024 } else { 128 };
+        let codes = |scheme: Scheme, dim: usize| tile * dim * scheme.code_bits() / 8;
+        let [k_codes, v_codes] = [codes(format.k, head_dim.k), codes(format.v, head_dim.v)];
+        let params = k.saturating_sub(k_codes) + v.saturating_sub(v_codes);
+        let [k_parts, v_parts] = wide_parts(head_dim);
+        let wide = (k_codes / k_parts + params).max(v_codes / v_parts);
         Stage {
             k,
             v,
@@ -83,6 +90,7 @@ impl Stage {
                 scheme if scheme.code_bits() == 4 => Unpacked::Bytes,
                 _ => Unpacked::Nothing { integers: true },
             },
+            wide: wide.next_multiple_of(align),
             // Wider ones lie where the states did.
             rotated_row: if format.v.is_rotated() && head_dim.v <= 256 {
                 head_dim.v.next_multiple_of(32) * 4
@@ -108,8 +116,33 @@ pub fn shared_bytes(
         Kernel::LowLatencyCluster | Kernel::LowLatencyGlobal => {
             team_bytes(config, &stage, head_dim.v)
         }
+        Kernel::ManyRows | Kernel::ManyRowsWhole if has_wide_rows(format, head_dim) => {
+            wide_rows_bytes(config, &stage, head_dim.k)
+        }
         Kernel::ManyRows | Kernel::ManyRowsWhole => many_rows_bytes(config, &stage, head_dim.max()),
     }
+}
+
+/// Whether rows are wide for `many_rows.cu`, whose warpgroups share them then (`kernels/cuda/attend/many_rows/wide.cuh`).
+pub(crate) fn has_wide_rows(format: KvFormat, head_dim: HeadDim) -> bool {
+    format.is_integer() && (head_dim.k != head_dim.v || head_dim.v > 128)
+}
+
+/// The parts in which stages have wide rows of K and V.
+pub(crate) fn wide_parts(head_dim: HeadDim) -> [usize; 2] {
+    [
+        if head_dim.k > 320 { 2 } else { 1 },
+        if head_dim.v > 256 { 2 } else { 1 },
+    ]
+}
+
+/// Queries; weights of a span, four numbers for each row of its tiles, and of its segments, and two of each row; thresholds, and V's scales of each warp.
+fn wide_rows_bytes(config: &KernelConfig, stage: &Stage, k_dim: usize) -> usize {
+    let (tile, rows) = (arithmetic::TILE, config.rows());
+    let tiles = arithmetic::SEGMENT * arithmetic::SPAN;
+    let span = tiles * rows * (tile + 12) + arithmetic::SPAN * rows * 8 + rows * 8;
+    let scales = WARPGROUPS * 4 * tile * 4;
+    config.stages * (stage.wide + 16) + rows * k_dim + span + tile * 4 + scales + 64 + 16 + 16 + 80
 }
 
 fn many_rows_bytes(config: &KernelConfig, stage: &Stage, head_dim: usize) -> usize {

@@ -29,7 +29,14 @@ fn of(heads: [usize; 2], dim: (usize, usize), kv_lens: &[usize], format: KvForma
 /// One case of each width and preset, and one of floats.
 pub(super) fn few(table: &mut Table) {
     for dim in DIMS {
-        for format in formats(&["int8", "int4", "int8/int4", "int4-r2-w4", "bf16"]) {
+        for format in formats(&[
+            "int8",
+            "int8-tensor",
+            "int4",
+            "int8/int4",
+            "int4-r2-w4",
+            "bf16",
+        ]) {
             let Some(mut case) = of([4, 2], dim, &[70, 0, 300], format) else {
                 continue;
             };

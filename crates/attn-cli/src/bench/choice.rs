@@ -1,7 +1,7 @@
 //! Which workloads `attn bench` measures: named ones, those of a backend's targets, or a shape from the command line.
 
 use anyhow::{Result, ensure};
-use attn::{Arithmetic, BackendId, Heads, KvFormat, Problem};
+use attn::{Arithmetic, BackendId, HeadDim, Heads, KvFormat, Problem};
 use attn_bench::{Workload, workloads};
 
 /// A decode step of any shape, in place of named workloads.
@@ -10,9 +10,14 @@ pub struct CustomArgs {
     /// A shape of your own: query heads and KV heads, as in 28/4.
     #[arg(long, value_name = "Q/KV", value_parser = heads)]
     heads: Option<[usize; 2]>,
-    /// Dims of a head.
-    #[arg(long, default_value_t = 128, requires = "heads")]
-    dim: usize,
+    /// Dims of a head, or of a key and a value, as in 192/128.
+    #[arg(
+        long,
+        value_name = "DIM[/V]",
+        default_value = "128",
+        requires = "heads"
+    )]
+    dim: HeadDim,
     /// Tokens in each sequence's cache.
     #[arg(long, default_value_t = 8192, requires = "heads")]
     ctx: usize,

@@ -71,7 +71,7 @@ impl<'a> Launched<'a> {
         if kind == PlanKind::Ragged {
             return Ok(Self::ragged(problem, of_block));
         }
-        let most = many_rows.map_or(FEW_TOKENS, |_| rows / heads_per_kv);
+        let most = many_rows.map_or(FEW_TOKENS, |_| of_block);
         let few = |q_len: usize| q_len <= most;
         if problem.batch() == 0 || problem.uniform_q_len().is_some_and(few) {
             return Ok(Launched {

@@ -1,4 +1,4 @@
-// What an instance of many_rows.cu is compiled for: a warpgroup of producers, and those that attend 64 rows each, or 32.
+// What an instance of many_rows.cu is compiled for: a warpgroup of producers, and those that attend 64 rows each, or 32, or the same 64.
 #pragma once
 #include "attend/kernel_defaults.cuh"
 
@@ -6,10 +6,17 @@ namespace attn {
 
 struct ManyRowsConfig : KernelDefaults {
     static constexpr int WARPGROUPS = 2;                    // that attend
-    static constexpr int TEAM_WARPGROUPS = ATTN_ROW_WARPS;  // of a team: they share a ring of stages and have their own rows
+    static constexpr int TEAM_WARPGROUPS = ATTN_ROW_WARPS;  // of a team: they share a ring of stages, and have their own rows unless these are wide
     static constexpr int TEAMS = WARPGROUPS / TEAM_WARPGROUPS;
-    static constexpr int WARPGROUP_ROWS = 8 * ATTN_ROW_GROUPS;
-    static constexpr int ROWS = WARPGROUP_ROWS * TEAM_WARPGROUPS;  // query rows of a work item
+    static constexpr int ROWS = 8 * ATTN_ROW_GROUPS * TEAM_WARPGROUPS;  // query rows of a work item
+
+    // Whether rows are wide: dims are too many for a warpgroup to hold the products and two states of 64 rows, or those of K and V are unlike. The warpgroups of
+    // a team then have the same rows, each a share of V's dims, which they go through part after part (many_rows/wide.cuh).
+    static constexpr bool IS_WIDE = INTEGER && (K_DIM != V_DIM || V_DIM > 128);
+    static_assert(!IS_WIDE || TEAM_WARPGROUPS == WARPGROUPS, "select.rs");
+    static constexpr int WARPGROUP_ROWS = IS_WIDE ? ROWS : ROWS / TEAM_WARPGROUPS;
+    static constexpr int K_PARTS = IS_WIDE && K_DIM > 320 ? 2 : 1, V_PARTS = IS_WIDE && V_DIM > 256 ? 2 : 1;  // parts of dims, each of a tile in a stage of its own
+    static constexpr int PART_DIMS = V_DIM / V_PARTS / (IS_WIDE ? WARPGROUPS : 1);                        // dims of V that a warpgroup has at once
     static constexpr int THREADS = 128 * (1 + WARPGROUPS);
     static constexpr int MERGE_THREADS = 128 * TEAM_WARPGROUPS;  // threads that merge a work item's partials
     static constexpr int LEAST_BLOCK = TILE;                     // products read tiles as pages of 64 tokens have them

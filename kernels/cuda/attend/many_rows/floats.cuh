@@ -92,9 +92,6 @@ struct FloatTiles : Warpgroup {
 #pragma unroll
             for (int t = 0; t < TILES; t++) barrier_arrive(ring.empty(side + 2 * t));
     }
-    // A shared address is the same for all lanes, which the compiler does not see: it would find descriptions of matrices in every lane, and keep them.
-    DEVICE u32 same_for_all(u32 at) { return ATTN_BULK ? __shfl_sync(~0u, opaque(at), 0) : opaque(at); }
-
     // Where K's 16 dims from 16i on begin in a side.
     DEVICE constexpr int dims_at(int i) { return IN_ROWS ? i * 32 / SWIZZLE * TILE * SWIZZLE + i * 32 % SWIZZLE : i * 2 * TILE * 16; }
     // The second parts of some panels.

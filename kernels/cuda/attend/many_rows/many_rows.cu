@@ -1,7 +1,7 @@
 // many_rows.cu: attention of 9 and more query rows to each KV head, up to whole prompts, with products of a warpgroup (sm_90a).
 //
 // Grid      persistent, a CTA to each SM; a warpgroup of producers and two that attend 64 rows each: one team for 128 rows, or two of 64; integers of few
-//           rows have two of 32 (many_rows/warpgroup.cuh).
+//           rows have two of 32 (many_rows/warpgroup.cuh), wide rows one whose warpgroups share 64 (many_rows/wide.cuh).
 // Split     work items, (query block, KV head): where there are enough to balance, teams take whole ones from a queue, else ranges of spans
 //           (many_rows/work.cuh).
 // Pipeline  each team has a ring of stages, which its producer warp fills (pipeline.cuh). Products read keys and values from there; codes of 4 bits
@@ -17,20 +17,28 @@
 // Host      kernels/src/cuda: select.rs (configuration), launch.rs, smem.rs; attn-cuda/src/native/launch_plan.rs.
 #include "attend/many_rows/attender.cuh"
 #include "attend/many_rows/shared_items.cuh"
+#include "attend/many_rows/wide_attender.cuh"
 
 namespace attn {
 
 static_assert(INTEGER || Keys::SCHEME == Values::SCHEME, "select.rs");
 static_assert((PAGE != 0 || !INTEGER) && Keys::GROUPS == 1 && Values::GROUPS == 1, "select.rs");
-static_assert(K_DIM == V_DIM, "select.rs: every file of this folder takes one for the other");
-static_assert(Config::PRODUCTS_READ_STAGES && !INTEGER ? K_DIM % 16 == 0 && K_DIM <= 256 : K_DIM % 32 == 0 && K_DIM <= 128, "select.rs");
+static_assert(Config::IS_WIDE || K_DIM == V_DIM, "select.rs: rows that are not wide take one for the other");
+static_assert(Config::IS_WIDE || (Config::PRODUCTS_READ_STAGES && !INTEGER ? K_DIM % 16 == 0 && K_DIM <= 256 : K_DIM % 32 == 0 && K_DIM <= 128), "select.rs");
 
-constexpr int TEAM_BARRIER = 1;  // the first of the teams' named barriers
 // Turning codes into f16 takes more registers than attending floats leaves unused.
 constexpr int PRODUCER_REGISTERS = !Config::UNPACKS ? 40 : INTEGER ? 56 : 104;
 constexpr int ATTENDER_REGISTERS = !Config::UNPACKS ? 232 : INTEGER ? 224 : 200;
 static_assert(PRODUCER_REGISTERS + Config::WARPGROUPS * ATTENDER_REGISTERS <= (1 + Config::WARPGROUPS) * 168,
               "a CTA has no more than it starts with: a warpgroup would wait forever");
+
+template <bool IS_WIDE> struct AttenderOf {
+    using Type = RowAttender;
+};
+template <> struct AttenderOf<true> {
+    using Type = WideAttender;
+};
+using Attender = AttenderOf<Config::IS_WIDE>::Type;
 
 // Attends whole work items, and reserves the team's next ones.
 template <class Items> DEVICE void attend_items(Attender& self, Items& scheduler, int team) {
@@ -93,11 +101,11 @@ extern "C" __global__ void __launch_bounds__(Config::THREADS, 1) attn_decode(con
     take_registers<ATTENDER_REGISTERS>();
     int warpgroup = warp / 4 - 1, team = warpgroup / Config::TEAM_WARPGROUPS, thread = threadIdx.x % 128;
     float4* states = (float4*)(p.partial_o + p.row_states_at);
-    Attender self = {{{p, ring_of(team), unpacked_of(team), base + SharedMemory::QUERIES + warpgroup * QUERY_BYTES, base + SharedMemory::THRESHOLDS,
-                       base + SharedMemory::SCALES + (warp - 4) * TILE * 4, base + SharedMemory::STATES + warpgroup * 64 * K_DIM * 4 + thread * 16,
-                       states + (blockIdx.x * Config::WARPGROUPS + warpgroup) * (K_DIM / 8) * 128 + thread, warpgroup, warp % 4, lane}}};
+    Attender self = {{{p, ring_of(team), unpacked_of(team), base + SharedMemory::QUERIES + warpgroup % ROW_SETS * QUERY_BYTES, base + SharedMemory::THRESHOLDS,
+                       base + SharedMemory::SCALES + (warp - 4) * TILE * 4, base + SharedMemory::STATES + (Config::IS_WIDE ? 0 : warpgroup * 64 * V_DIM * 4 + thread * 16),
+                       states + (blockIdx.x * Config::WARPGROUPS * (V_DIM / 8) + warpgroup * (WARPGROUP_DIMS / 8)) * 128 + thread, warpgroup, warp % 4, lane}}};
     // Teams whose rows are few have them in warps of different places: a place is a scheduler's.
-    self.first_row = warpgroup % Config::TEAM_WARPGROUPS * Config::WARPGROUP_ROWS + (self.warp + 4 - 2 * team) % 4 * (Config::WARPGROUP_ROWS / 4);
+    self.first_row = Config::IS_WIDE ? self.warp * 16 : warpgroup % Config::TEAM_WARPGROUPS * Config::WARPGROUP_ROWS + (self.warp + 4 - 2 * team) % 4 * (Config::WARPGROUP_ROWS / 4);
     attend_all(self, Scheduler::of_team(schedulers, team, found), team, (Arrival*)(shared + SharedMemory::ARRIVALS_AT + 16 * team));
 }
 

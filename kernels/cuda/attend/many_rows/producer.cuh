@@ -20,6 +20,15 @@ struct RangeSource {
 // Whether a range's last step has a tile that does not exist: its stages are passed on, so that steps begin where they did.
 DEVICE bool ends_within_step(const WorkRange& range) { return (range.end_tile() - range.first_tile()) % Config::FLOAT_STEP != 0; }
 
+// Fetches a range's queries into L2, ahead of the warps that attend. A token's rows of a KV head lie side by side.
+DEVICE void prefetch_queries(const DecodeParams& p, const WorkRange& range, int lane) {
+    QueryBlock queries = query_block(p, range.b);
+    u64 row = (u64)queries.first * p.num_q_heads + range.kv_head * p.heads_per_kv;
+#pragma unroll 1
+    for (int t = lane; t < queries.tokens; t += 32)
+        prefetch_bulk(row_at(p.q, row + (u64)t * p.num_q_heads, K_DIM, p.dtype), p.heads_per_kv * K_DIM * element_bytes(p.dtype));
+}
+
 // Copies the team's tiles in the order of its scheduler, a stage at a time.
 struct Issuer {
     const DecodeParams& p;
@@ -36,15 +45,6 @@ struct Issuer {
         copier.maps = maps;
         copier.tile = end = 0;
         pads = false;
-    }
-    // Fetches the range's queries into L2, ahead of the warps that attend. A token's rows of a KV head lie side by side.
-    METHOD void prefetch_queries() const {
-        const WorkRange& range = copier.source.range;
-        QueryBlock queries = query_block(p, range.b);
-        u64 row = (u64)queries.first * p.num_q_heads + range.kv_head * p.heads_per_kv;
-#pragma unroll 1
-        for (int t = copier.lane; t < queries.tokens; t += 32)
-            prefetch_bulk(row_at(p.q, row + (u64)t * p.num_q_heads, K_DIM, p.dtype), p.heads_per_kv * K_DIM * element_bytes(p.dtype));
     }
     // False if nothing is left, or known: a warp that unpacks, too, cannot wait for the next item, which is published behind tiles that it unpacks.
     METHOD bool issue() {
@@ -66,7 +66,7 @@ struct Issuer {
             copier.load_page_indices(p);
         }
         if (copier.copy_next(p) && copier.known == 32) copier.load_page_indices(p);
-        if (!Config::UNPACKS && (INTEGER || Config::WHOLE_ITEMS) && begins) prefetch_queries();  // others gain nothing by it
+        if (!Config::UNPACKS && (INTEGER || Config::WHOLE_ITEMS) && begins) prefetch_queries(p, copier.source.range, copier.lane);  // others gain nothing by it
         return true;
     }
 };
@@ -197,8 +197,102 @@ struct Unpacker {
     }
 };
 
+// ---- wide rows ----
+
+// Copies the team's spans in the order of its scheduler: all tiles of K, then all of V's first part, and so on, each part of a tile to a stage.
+struct PartCopier : TileCopier<RangeSource> {
+    static constexpr int ENTRIES = (1 << SPAN_SHIFT) * PageTable::ENTRIES / PageTable::TILES;  // of a span, which begins with a page: up to two for each lane
+    static constexpr int PART_PANELS = Keys::PANELS / Config::K_PARTS;
+    u32 of_span[2];
+
+    METHOD int entry_at(int tile) const { return PageTable::TILES > 1 ? tile / PageTable::TILES : tile * PageTable::ENTRIES; }
+    // Past the last page an entry repeats it: its tokens are not seen.
+    METHOD void load_span(const DecodeParams& p, int first_tile) {
+#pragma unroll
+        for (int i = 0; i < (ENTRIES + 31) / 32; i++)
+            of_span[i] = table(p)[min(entry_at(first_tile) + 32 * i + lane, (source.kv_len() - 1) / PageTable::SAFE_ENTRY_TOKENS)];
+    }
+    METHOD u32 page_of(int first_tile, int n) const {
+        int at = entry_at(tile) - entry_at(first_tile) + n;
+        return __shfl_sync(~0u, ENTRIES > 32 && at >= 32 ? of_span[1] : of_span[0], at & 31);
+    }
+    // Copies a part of the tile, by copy(run of the page, n, place).
+    template <class Copy> METHOD void copy_part(const DecodeParams& p, int first_tile, u32 bytes, Copy copy_entry) {
+        u32 pages[PageTable::ENTRIES];
+#pragma unroll
+        for (int n = 0; n < PageTable::ENTRIES; n++) pages[n] = page_of(first_tile, n);
+        barrier_wait(ring.empty(), ring.phase ^ 1);
+        if (copies()) {
+            expect(bytes);
+#pragma unroll
+            for (int n = 0; n < PageTable::ENTRIES; n++) copy_entry(run(p, pages[n]), n, ring.at());
+        }
+#if !ATTN_BULK
+        copy_async_arrive(ring.full());
+#endif
+        ring.advance();
+    }
+    METHOD void copy_keys(const DecodeParams& p, int first_tile) {
+        constexpr int PARAMS = Keys::params(TILE), ALL_PARAMS = PARAMS + Values::params(TILE), EACH = param_bytes(Keys::SCHEME), EACH_V = param_bytes(Values::SCHEME);
+#pragma unroll 1
+        for (int part = 0; part < Config::K_PARTS; part++) {
+            const bool is_last = part + 1 == Config::K_PARTS;
+            copy_part(p, first_tile, Stage::K_PART + (is_last ? ALL_PARAMS : 0), [&](const u8* from, int n, u32 to) {
+                const u8* panels = from + part * PART_PANELS * PAGE * 16;
+                if (PAGE == TILE) copy(to, panels, Stage::K_PART);
+                else copy_panels<16>(to, panels, PART_PANELS, n);
+                if (!is_last) return;
+                if (EACH != 0) copy_panels<EACH>(to + Stage::K_PART, from + Run::K_PARAMS, 1, n);
+                if (EACH_V != 0) copy_panels<EACH_V>(to + Stage::K_PART + PARAMS, from + Run::V_PARAMS, 1, n);
+            });
+        }
+    }
+    METHOD void copy_values(const DecodeParams& p, int first_tile, int part) {
+        constexpr int PANEL_BYTES = V_DIM * 16, PART_BYTES = PANEL_BYTES / Config::V_PARTS;  // of 16 tokens
+        copy_part(p, first_tile, Stage::V_PART, [&](const u8* from, int n, u32 to) {
+            const u8* first = from + Run::V_CODES + in_page() / 16 * PANEL_BYTES + part * PART_BYTES;
+#pragma unroll
+            for (int i = 0; i < PIECE / 16; i++) copy(to + (n * (PIECE / 16) + i) * PART_BYTES, first + i * PANEL_BYTES, PART_BYTES);
+        });
+    }
+    METHOD void copy_span(const DecodeParams& p, int first_tile, int end_tile) {
+        load_span(p, first_tile);
+        if (end_tile > appended) {
+            wait_for_dependencies();
+            appended = 0x7fffffff;
+        }
+#pragma unroll 1
+        for (tile = first_tile; tile < end_tile; tile++) copy_keys(p, first_tile);
+#pragma unroll 1
+        for (int part = 0; part < Config::V_PARTS; part++)
+#pragma unroll 1
+            for (tile = first_tile; tile < end_tile; tile++) copy_values(p, first_tile, part);
+    }
+    METHOD void copy_all(const DecodeParams& p, Scheduler scheduler) {
+        static_assert(WINDOW == 0 || !Config::IS_WIDE, "select.rs");
+        WorkRange& range = source.range;
+#pragma unroll 1
+        while (scheduler.next(p, range, lane)) {
+            runs = p.k + range.kv_head * Run::BYTES;
+            appended = first_appended_tile(p, range.kv_len);
+            prefetch_queries(p, range, lane);
+#pragma unroll 1
+            for (int first = range.first_tile(); first < range.end_tile(); first += 1 << SPAN_SHIFT)
+                copy_span(p, first, min(range.end_tile(), first + (1 << SPAN_SHIFT)));
+        }
+    }
+};
+
 // One of the producers' warps.
 DEVICE void produce(const DecodeParams& p, const RowMaps* maps, const Scheduler& scheduler, const Ring& ring, const UnpackedRing& unpacked, int unpacker, int lane) {
+    if constexpr (Config::IS_WIDE) {
+        PartCopier copier;
+        copier.ring = ring;
+        copier.lane = lane;
+        if (unpacker == 0) copier.copy_all(p, scheduler);
+        wait_for_dependencies();
+        return;
+    }
     Issuer issuer = {p, scheduler};
     issuer.start(ring, maps, lane);
     if constexpr (Config::UNPACKS) {

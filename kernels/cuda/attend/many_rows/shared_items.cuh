@@ -21,12 +21,59 @@ struct SharedItemMerge {
     METHOD void team_barrier() const { barrier_of<Config::MERGE_THREADS>(barrier); }
     METHOD bool is_first_thread() const { return Config::merge_thread() == 0; }
 
+    // A wide row, by a warp. Each lane finds the factors of a partial. Few instructions: they arrive slowly where they run seldom.
+    METHOD void merge_wide_row(const WorkItem& item, int first, int row) const {
+        constexpr int N = (ROW_VECTORS + 31) / 32;
+        const int lane = lane_id();
+        const u64 partial = item.index(p) * p.max_partials;
+        const float2* sums = p.partial_max_sum + partial * Config::ROWS + row;
+        const float4* states = (const float4*)(p.partial_o + (partial * Config::ROWS + row) * V_DIM);
+        float m = MINUS_INFINITY, l = 0.0f;
+        float4 o[N];
+#pragma unroll
+        for (int k = 0; k < N; k++) o[k] = {0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll 1
+        for (int base = first; base < item.num_partials; base += 32) {
+            const float2 mine = base + lane < item.num_partials ? __ldcg(sums + (u64)(base + lane) * Config::ROWS) : make_float2(MINUS_INFINITY, 0.0f);
+            float top = mine.x;
+#pragma unroll
+            for (int i = 1; i < 32; i *= 2) {
+                const float other = __shfl_up_sync(~0u, top, i);
+                if (lane >= i) top = fmaxf(top, other);
+            }
+            top = fmaxf(top, m);
+            const float before = __shfl_up_sync(~0u, top, 1);
+            const Factors w = merge_factors(lane == 0 ? m : before, mine.x, top);
+            const int count = min(32, item.num_partials - base);
+#pragma unroll 4
+            for (int i = 0; i < count; i++) {
+                const Factors here = {__shfl_sync(~0u, w.alpha, i), __shfl_sync(~0u, w.beta, i)};
+                merge(l, __shfl_sync(~0u, mine.y, i), here, false);
+                const float4* state = states + (u64)(base + i) * (Config::ROWS * ROW_VECTORS);
+#pragma unroll
+                for (int k = 0; k < N; k++) merge(o[k], __ldcg(state + min(lane + k * 32, ROW_VECTORS - 1)), here, false);
+            }
+            m = __shfl_sync(~0u, top, 31);
+        }
+        Epilogue epilogue = Epilogue::at(p, item, row);
+        epilogue.begin(m, l, lane == 0);
+        float x[N][4];
+#pragma unroll
+        for (int k = 0; k < N; k++) {
+            const float4 y = epilogue.of(o[k]);
+            x[k][0] = y.x, x[k][1] = y.y, x[k][2] = y.z, x[k][3] = y.w;
+        }
+        epilogue.write_row<32>(x, lane);
+    }
     // Merges these slices of an item whose partials have all arrived, a row by each warp.
     METHOD void merge_rows(const WorkItem& item, int first, u32 slices) const {
         int rows = item.rows(p);
 #pragma unroll 1
-        for (int row = Config::merge_thread() / 32; row < rows; row += Config::MERGE_THREADS / 32)
-            if (slices >> row / SLICE_ROWS & 1) merge_row<float4, 32>(p, item, first, row, 0, 0, ROW_VECTORS);
+        for (int row = Config::merge_thread() / 32; row < rows; row += Config::MERGE_THREADS / 32) {
+            if (!(slices >> row / SLICE_ROWS & 1)) continue;
+            if constexpr (Config::IS_WIDE) merge_wide_row(item, first, row);
+            else merge_row<float4, 32>(p, item, first, row, 0, 0, ROW_VECTORS);
+        }
     }
     // The first thread's outcome, for all threads of the team.
     METHOD Arrival of_team(const Arrival& found) const {
@@ -44,7 +91,8 @@ struct SharedItemMerge {
         Arrival found = {0, 0};
         if (is_first_thread()) {
             u32* at = p.counters + item.index(p);
-            u32 add = ArrivalCount::of(range.end - range.first, range.first == 0 ? range.end - 1 : 0, mine), before = count_release(at, add);
+            const int covered = Config::IS_WIDE || range.first > 0 ? 0 : range.end - 1;  // partials that the last one of the team's covers
+            u32 add = ArrivalCount::of(range.end - range.first, covered, mine), before = count_release(at, add);
             if (ArrivalCount{before + add}.partials() == (u32)item.num_partials) found = on_arrival(p, item, before, add);
         }
         found = of_team(found);

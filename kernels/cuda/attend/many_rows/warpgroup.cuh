@@ -16,10 +16,12 @@ namespace attn {
 constexpr int SIDE_BYTES = Config::UNPACKS ? Config::UNPACKED_BYTES : Stage::BYTES;  // of the stages that floats are read from
 static_assert(INTEGER || (Config::UNPACKS ? Config::UNPACKED_STAGES : Config::STAGES) % (2 * Config::FLOAT_STEP) == 0,
               "a step's stages lie side by side: select.rs");
-constexpr int SUMS_OF_TILE = TILE / 2, ELEMENTS = V_DIM / 2;  // of a thread: scores, and dims of O
+constexpr int SUMS_OF_TILE = TILE / 2, ELEMENTS = Config::PART_DIMS / 2;  // of a thread: scores, and dims of O
+constexpr int WARPGROUP_DIMS = Config::PART_DIMS * Config::V_PARTS;       // of V
 constexpr int THREAD_ROWS = Config::WARPGROUP_ROWS / 32;                 // of the two that a thread has of products
 static_assert(THREAD_ROWS == 2 || (THREAD_ROWS == 1 && INTEGER), "select.rs");
-constexpr int WARPGROUP_BARRIER = 1 + Config::WARPGROUPS;                // the first of the warpgroups' named barriers
+constexpr int TEAM_BARRIER = 1;                                          // the first of the teams' named barriers
+constexpr int WARPGROUP_BARRIER = TEAM_BARRIER + Config::WARPGROUPS;     // of the warpgroups'
 constexpr int TURN_BARRIER = WARPGROUP_BARRIER + Config::WARPGROUPS;     // the first of those where a warpgroup waits for its turn
 
 // Whether element i of a thread's products is one of its rows'.
@@ -54,7 +56,7 @@ struct Warpgroup {
     u32 queries;              // shared addresses
     u32 thresholds;           // of integers
     u32 scales;               // of integers: the warp's room for V's scales of a tile
-    u32 state;                // of integers: the thread's elements of a span's state, 2048 bytes apart
+    u32 state;                // of integers: the thread's elements of a span's state, 2048 bytes apart; of wide rows SpanMemory
     float4* row_state;        // in the workspace, 128 apart
     int warpgroup, warp, lane;  // `warp`: of the warpgroup
     int first_row;              // of the warp in its work item
@@ -64,15 +66,18 @@ struct Warpgroup {
 
     // Whether the warp takes part in products: without wgmma it multiplies for itself alone.
     METHOD bool multiplies() const { return ATTN_BULK || has_rows; }
+    // A shared address is the same for all lanes, which the compiler does not see: it would find descriptions of matrices in every lane, and keep them.
+    DEVICE u32 same_for_all(u32 at) { return ATTN_BULK ? __shfl_sync(~0u, opaque(at), 0) : opaque(at); }
     DEVICE int token_of(int j, int e, int lane) { return 8 * j + 2 * (lane % 4) + e; }
 
     METHOD void find_rows(const WorkRange& range) {
         QueryBlock queries_of = query_block(p, range.b);
         int first = first_position(p, queries_of, range.kv_len);
-        has_rows = first_row < p.heads_per_kv * queries_of.tokens;
+        int first_of_warp = range.row_block * Config::ROWS + first_row;
+        has_rows = first_of_warp < p.heads_per_kv * queries_of.tokens;
 #pragma unroll
         for (int h = 0; h < THREAD_ROWS; h++) {
-            SeenTokens seen = seen_tokens(p, queries_of, range.kv_head, range.kv_len, first, first_row + lane / 4 + 8 * h);
+            SeenTokens seen = seen_tokens(p, queries_of, range.kv_head, range.kv_len, first, first_of_warp + lane / 4 + 8 * h);
             rows.start[h] = seen.start;
             rows.end[h] = seen.end;
             rows.slope[h] = seen.slope;
@@ -83,6 +88,9 @@ struct Warpgroup {
         rows.all_start = warp_max(max(rows.start[0], rows.start[THREAD_ROWS - 1]));
         rows.all_end = warp_min(min(rows.end[0], rows.end[THREAD_ROWS - 1]));
     }
+
+    // Of the threads that attend the same rows.
+    METHOD void team_barrier() const { barrier_of<Config::MERGE_THREADS>(TEAM_BARRIER + warpgroup / Config::TEAM_WARPGROUPS); }
 
     METHOD void clear() {
         m[0] = m[1] = MINUS_INFINITY;
@@ -148,6 +156,41 @@ struct Warpgroup {
     template <class Store> METHOD void store_state(Store store) const {
 #pragma unroll
         for (int i = 0; i < VECTORS; i++) store(i, {o[element(i, 0)], o[element(i, 1)], o[element(i, 2)], o[element(i, 3)]});
+    }
+
+    // ---- states of rows ----
+
+    // Where the part-th of the warpgroup's dims of V begin in a row.
+    METHOD int first_dim(int part) const { return Config::IS_WIDE ? (part * Config::WARPGROUPS + warpgroup) * Config::PART_DIMS : 0; }
+    // A span's state, in registers, as a partial.
+    METHOD void write_partial(const WorkRange& range, int partial, int part = 0) const {
+        WorkItem item = range.item();
+        u64 at = (item.index(p) * p.max_partials + partial) * Config::ROWS;
+        int count = item.rows(p);
+#pragma unroll
+        for (int h = 0; h < THREAD_ROWS; h++) {
+            int row = first_row + lane / 4 + 8 * h;
+            if (row >= count) continue;
+            if (lane % 4 == 0) __stcg(p.partial_max_sum + at + row, make_float2(m[h], l[h]));
+            float* to = p.partial_o + (at + row) * V_DIM + first_dim(part) + 2 * (lane % 4);
+#pragma unroll
+            for (int j = 0; j < ELEMENTS / 4; j++) __stcg((float2*)(to + 8 * j), make_float2(o[4 * j + 2 * h], o[4 * j + 2 * h + 1]));
+        }
+    }
+    // Maxima and sums of what the workspace has of rows.
+    struct RowState {
+        float m[2], l[2];
+    };
+    METHOD void merge_row(RowState& row, int part = 0) {
+        merge_behind(row.m, row.l, [&](int i) { return __ldcg(row_state + (part * VECTORS + i) * 128); });
+    }
+    METHOD void keep_row(RowState& row, int part = 0) const {
+        store_state([&](int i, const float4& x) { __stcg(row_state + (part * VECTORS + i) * 128, x); });
+#pragma unroll
+        for (int h = 0; h < THREAD_ROWS; h++) {
+            row.m[h] = m[h];
+            row.l[h] = l[h];
+        }
     }
 };
 

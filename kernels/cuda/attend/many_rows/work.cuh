@@ -19,13 +19,13 @@ DEVICE int span_shift_of(const QueryBlock& block) { return !INTEGER && block.beh
 struct WorkRange {
     int b, kv_head, row_block, sequence, kv_len, num_tiles, span_shift, num_spans, first_residual_tile, first, end;
 
-    // All spans of a query block, which sees so many tokens, and a KV head.
-    DEVICE WorkRange of(const DecodeParams& p, int b, int kv_head, int kv_len) {
+    // All spans of a query block, which sees so many tokens, and a head (`heads`).
+    DEVICE WorkRange of(const DecodeParams& p, int b, int head, int kv_len) {
         QueryBlock queries = query_block(p, b);
         WorkRange range;
         range.b = b;
-        range.kv_head = kv_head;
-        range.row_block = 0;
+        range.kv_head = Config::IS_WIDE ? head / p.row_blocks : head;
+        range.row_block = Config::IS_WIDE ? head - range.kv_head * p.row_blocks : 0;
         range.sequence = queries.sequence;
         range.kv_len = kv_len;
         range.num_tiles = (kv_len + TILE - 1) / TILE;
@@ -42,6 +42,9 @@ struct WorkRange {
     METHOD int end_tile() const { return min(num_tiles, end << span_shift); }
     METHOD WorkItem item() const { return {b, kv_head, row_block, num_spans}; }
 };
+
+// What work items of a query block differ by: KV heads, and row blocks of each, of which rows that are not wide have one.
+DEVICE int heads(const DecodeParams& p) { return Config::IS_WIDE ? p.num_kv_heads * p.row_blocks : p.num_kv_heads; }
 
 // A CTA's threads each have some query blocks, one behind the other, and call of(b) for those that have tokens: what these come to, and from which sum of all
 // blocks before to which.
@@ -61,19 +64,19 @@ template <class Of> DEVICE BlockSums sum_blocks(const DecodeParams& p, u32* sums
 // Gives a team a range of all spans, in the order of query blocks, their KV heads and spans.
 struct SpanRangeScheduler {
     u32 start, end, item, cost;  // the run, the spans of all work items before this one, and its own
-    int b, kv_head, kv_len;
+    int b, head, kv_len;
 
     DEVICE u32 cost_of(int kv_len) { return runs_of((kv_len + TILE - 1) / TILE, SPAN_SHIFT); }
     METHOD void enter(const DecodeParams& p, int block) {
         b = block;
-        kv_head = 0;
+        head = 0;
         kv_len = kv_len_of(p, b);
         cost = cost_of(kv_len);
     }
     // Finds the ranges of the CTA's teams, which are visible after the next barrier. All threads of the CTA.
     DEVICE u32 find(const DecodeParams& p, u8* memory, u32* sums) {
         SpanRangeScheduler* schedulers = (SpanRangeScheduler*)memory;
-        BlockSums spans = sum_blocks(p, sums, [&](int b) { return SpanRangeScheduler::cost_of(kv_len_of(p, b)) * p.num_kv_heads; });
+        BlockSums spans = sum_blocks(p, sums, [&](int b) { return SpanRangeScheduler::cost_of(kv_len_of(p, b)) * heads(p); });
         u32 teams = gridDim.x * Config::TEAMS, each = spans.total / teams, rest = spans.total - each * teams;
 #pragma unroll
         for (int team = 0; team < Config::TEAMS; team++) {
@@ -82,12 +85,12 @@ struct SpanRangeScheduler {
             if (start == end || start < spans.from || start >= spans.from + spans.mine) continue;
             SpanRangeScheduler scheduler = {start, end, spans.from};
             scheduler.enter(p, spans.first);
-            while (start >= scheduler.item + scheduler.cost * p.num_kv_heads) {
-                scheduler.item += scheduler.cost * p.num_kv_heads;
+            while (start >= scheduler.item + scheduler.cost * heads(p)) {
+                scheduler.item += scheduler.cost * heads(p);
                 scheduler.enter(p, scheduler.b + 1);
             }
-            scheduler.kv_head = (start - scheduler.item) / scheduler.cost;
-            scheduler.item += scheduler.kv_head * scheduler.cost;
+            scheduler.head = (start - scheduler.item) / scheduler.cost;
+            scheduler.item += scheduler.head * scheduler.cost;
             schedulers[team] = scheduler;
         }
         return 0;
@@ -101,15 +104,15 @@ struct SpanRangeScheduler {
         range.end = min(range.num_spans, runs_of(end - item, longer));
         bool takes = item + cost > start && range.first < range.end;
         item += cost;
-        if (++kv_head == p.num_kv_heads && ++b < p.batch) enter(p, b);
-        else if (kv_head == p.num_kv_heads) kv_head = 0;
+        if (++head == heads(p) && ++b < p.batch) enter(p, b);
+        else if (head == heads(p)) head = 0;
         return takes;
     }
     // The next range; false if there is none.
     METHOD bool next(const DecodeParams& p, WorkRange& range, int) {
 #pragma unroll 1
         while (b < p.batch && item < end) {
-            range = WorkRange::of(p, b, kv_head, kv_len);
+            range = WorkRange::of(p, b, head, kv_len);
             if (cut(p, range)) return true;
         }
         return false;
@@ -140,7 +143,7 @@ struct ItemQueueScheduler {
         return sum_blocks(p, sums, [](int) { return 1u; }).total;
     }
     DEVICE ItemQueueScheduler of_team(u8* memory, int team, u32 blocks) { return {shared_address(memory) + team * SCHEDULER_BYTES, blocks, 0, 0}; }
-    METHOD u32 items(const DecodeParams& p) const { return blocks * p.num_kv_heads; }
+    METHOD u32 items(const DecodeParams& p) const { return blocks * heads(p); }
     METHOD u32 full() const { return slots + slot * 8; }
     METHOD u32 empty() const { return slots + (QUEUE_SLOTS + slot) * 8; }
     METHOD u32 at() const { return slots + QUEUE_SLOTS * 16 + slot * 4; }
@@ -157,8 +160,8 @@ struct ItemQueueScheduler {
             phase ^= 1;
         }
         if (item >= items(p)) return false;
-        u32 kv_head = item / blocks, b = blocks - 1 - (item - kv_head * blocks);
-        range = WorkRange::of(p, b, kv_head, kv_len_of(p, b));
+        u32 head = item / blocks, b = blocks - 1 - (item - head * blocks);
+        range = WorkRange::of(p, b, head, kv_len_of(p, b));
         return true;
     }
     // One thread: the item behind those that are reserved. There is one reservation for each item that is taken, so that the last one leaves the count as it was.

@@ -56,7 +56,7 @@ template <class Params> DEVICE TokenParams read_keys(const Params& params, int g
 // A group's term of a score from its sum. `unit`: of sums of half steps.
 DEVICE float key_term(int sum, int h, float unit, float q_sum, const TokenParams& k) {
     if constexpr (Keys::SCHEME == INT8_TENSOR) {
-        return counted(sum);
+        return K_COUNTS_ON ? counted(sum) : (float)sum;
     } else {
         float scale = Keys::HAS_SHIFTS && h == 1 ? k.scale[1] * 0.0625f : k.scale[h];  // sums of high nibbles are 16 times as large
         if (Keys::HAS_HALF_STEPS) scale = k.scale[h] * unit;

@@ -385,3 +385,39 @@ fn a_configuration_that_is_asked_for_is_taken() {
     assert_eq!(weighed(&many).last(), Some(&(many.config.kernel, false)));
     assert!(many.config.kernel.is_many_rows());
 }
+
+/// Wide rows on an H200, int8, µs by `split_kv.cu` and by `many_rows.cu`: the faster one is chosen where they differ by a tenth and more.
+#[test]
+fn wide_rows_take_the_kernel_that_was_measured_faster() {
+    let latents = HeadDim::from((576, 512));
+    let expanded = HeadDim::from((192, 128));
+    for ([q, kv], dim, ctx, batch, q_len, [split_kv, many_rows]) in [
+        ([16, 1], latents, 8192, 1, 1, [31.6, 44.9]),
+        ([16, 1], latents, 8192, 16, 1, [114.7, 49.5]),
+        ([16, 1], latents, 8192, 32, 1, [203.0, 87.9]),
+        ([16, 1], latents, 1024, 128, 1, [104.6, 48.9]),
+        ([64, 1], latents, 8192, 8, 1, [181.6, 50.8]),
+        ([128, 1], latents, 8192, 4, 1, [170.8, 50.1]),
+        ([128, 1], latents, 8192, 32, 1, [1588.5, 183.8]),
+        ([128, 1], latents, 256, 64, 1, [222.3, 38.1]),
+        ([32, 2], 512.into(), 8192, 32, 1, [360.8, 153.3]),
+        ([16, 1], 256.into(), 8192, 8, 1, [24.8, 30.4]),
+        ([16, 1], 256.into(), 8192, 64, 1, [78.2, 94.9]),
+        ([48, 1], 256.into(), 8192, 64, 1, [265.7, 106.7]),
+        ([8, 4], 256.into(), 8192, 8, 16, [97.1, 54.9]),
+        ([8, 4], 256.into(), 4096, 1, 4096, [591.5, 262.0]),
+        ([32, 4], expanded, 8192, 8, 4, [61.3, 44.4]),
+        ([32, 4], expanded, 8192, 8, 16, [239.4, 84.5]),
+        ([32, 4], expanded, 4096, 1, 4096, [1790.1, 653.2]),
+    ] {
+        let problem = Problem::new(Heads::new(q, kv, dim), vec![ctx; batch]).q_len(q_len);
+        let preferences = Preferences::default();
+        let pages = KvLayout::Pages(64);
+        let many = super::many_rows(&problem, KvFormat::INT8, pages, LIMITS, &preferences);
+        assert_eq!(
+            many.is_some(),
+            many_rows < split_kv,
+            "{q}/{kv} {dim}, {batch} of {ctx}"
+        );
+    }
+}

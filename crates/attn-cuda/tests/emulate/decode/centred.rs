@@ -3,14 +3,14 @@
 use anyhow::{Result, ensure};
 use attn_conformance::{Build, Case, case::noise};
 use attn_core::{
-    DecodeAttention, HostPages, KvCache, PageTable,
+    DecodeAttention, HostPages, KvCache, KvFormat, PageTable,
     centres::{CENTRES, centres_bytes},
 };
 use attn_cpu::Reference;
 use attn_cuda::{internals::CentresArgs, native::DeviceAddress};
 use attn_kernels::cuda::{Arch, KernelChoice, KvLayout, Preferences};
 
-use super::{Job, PlanKind, Shapes, prefers};
+use super::{Job, PlanKind, Shapes, prefers, shapes::wide_rows};
 use crate::address;
 
 /// The centres of a cache, as launches take them.
@@ -191,6 +191,11 @@ pub(super) fn centred_shapes() -> Vec<(Case, Centred)> {
         modified.problem.scores.alibi_slopes = None;
         modified.problem.scores.sinks = Some(vec![3.0; modified.problem.num_q_heads]);
         add(modified, 10.0, false);
+    }
+    for wide in wide_rows() {
+        if wide.format == KvFormat::INT8 && wide.problem.batch() > 1 && wide.problem.batch() < 4 {
+            add(wide, 10.0, false);
+        }
     }
     let mut not_causal = case(SHAPES[15]);
     not_causal.problem.scores.causal = false;

@@ -1,7 +1,7 @@
 //! Shapes for the emulation beside the conformance table and random ones.
 
 use attn_conformance::{Build, Case};
-use attn_core::{Arithmetic, Int8Scale, KvFormat, Scheme};
+use attn_core::{Arithmetic, HeadDim, Int8Scale, KvFormat, Scheme};
 
 /// Int8 as rows have it.
 const PLAIN: Scheme = Scheme::Int8(Int8Scale::Token);
@@ -30,6 +30,7 @@ pub(super) fn chosen() -> Vec<Case> {
         all.push(rows);
     }
     all.extend(many_rows());
+    all.extend(wide_rows());
     all.extend(windows());
     all.extend(far_first_tiles());
     all
@@ -104,6 +105,74 @@ pub(super) fn short_ones() -> Vec<Case> {
         Case::new(heads, dim, &lens, format)
     })
     .collect()
+}
+
+/// Shapes of wide rows in `many_rows.cu`: parts of K and of V, row blocks, spans that several teams have, whole work items, pages of every size, masks.
+pub(super) fn wide_rows() -> Vec<Case> {
+    let same = HeadDim::same;
+    let latents = HeadDim::from((576, 512));
+    let shapes = [
+        (
+            64,
+            [16, 1],
+            latents,
+            &[200, 70, 0][..],
+            &[1, 1, 1][..],
+            "int8",
+        ),
+        (64, [128, 1], latents, &[130], &[1], "int8"),
+        (16, [20, 1], latents, &[140, 64], &[2, 1], "int8"),
+        (64, [4, 1], same(256), &[1100, 2100], &[20, 3], "int8"),
+        (
+            128,
+            [6, 2],
+            same(256),
+            &[300, 200, 5],
+            &[60, 1, 0],
+            "int8-plain",
+        ),
+        (32, [4, 1], (192, 128).into(), &[130, 70], &[33, 3], "int8"),
+        (64, [16, 1], same(512), &[300, 65], &[1, 1], "int8-tensor"),
+        (
+            64,
+            [12, 1],
+            (320, 256).into(),
+            &[1500],
+            &[1],
+            "int8-plain/int8",
+        ),
+        (64, [3, 1], same(160), &[400, 100], &[30, 7], "int8"),
+        (16, [4, 1], same(192), &[130, 100], &[130, 40], "int8"),
+        // Spans of a work item in many teams, and more work items than eight for each.
+        (64, [12, 1], (64, 128).into(), &[4500, 70], &[1, 1], "int8"),
+        (64, [12, 1], (64, 128).into(), &[130; 40], &[1; 40], "int8"),
+    ];
+    let mut all: Vec<Case> = shapes
+        .into_iter()
+        .enumerate()
+        .map(|(i, (page_size, heads, dim, kv_lens, q_lens, format))| {
+            let format = format.parse().expect("a format's name");
+            let mut case = Case::new(heads, dim, kv_lens, format);
+            case.problem.q_lens = q_lens.to_vec();
+            (case.build, case.page_size) = (Build::AtOnce, page_size);
+            case.seed = i as u64;
+            case
+        })
+        .collect();
+    let mut masked = all[3].clone();
+    (
+        masked.problem.scores.window_left,
+        masked.problem.scores.softcap,
+    ) = (Some(150), Some(20.0));
+    masked.problem.scores.alibi_slopes = Some(vec![0.25; 4]);
+    let mut not_causal = all[8].clone();
+    not_causal.problem.scores.causal = false;
+    not_causal.problem.scores.sinks = Some(vec![0.5, -2.0, 6.0]);
+    // Scores so far apart that states are rescaled within segments.
+    let mut far = all[3].clone();
+    far.problem.scores.softmax_scale = Some(20.0);
+    all.extend([masked, not_causal, far]);
+    all
 }
 
 /// Shapes of `many_rows.cu`: one warp's rows and two warpgroups', spans that several teams have, whole work items, every mask and scheme.
