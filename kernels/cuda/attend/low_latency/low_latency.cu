@@ -230,8 +230,9 @@ struct Warp {
                 for (int e = 0; e < 2; e++)
 #pragma unroll
                     for (int first = 0; first < Team::DIMS; first += 32) {
-                        int row = g * 8 + 2 * team.lane + e, dim = team.dim() + first;
-                        if (row >= jobs.rows || dim % jobs.width() != 0) continue;
+                        // Of each job whose first dim is the warp's: its dims may begin within a job.
+                        int row = g * 8 + 2 * team.lane + e, dim = (team.dim() + 31 & ~31) + first;
+                        if (row >= jobs.rows || dim >= team.dim() + Team::DIMS || dim % jobs.width() != 0) continue;
                         Sent to = jobs.at(base, row, dim);
                         peer_send(to.states + jobs.states_bytes() + partial * 8, ml[g][e], to.barrier);
                     }

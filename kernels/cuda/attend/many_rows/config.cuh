@@ -16,10 +16,10 @@ struct ManyRowsConfig : KernelDefaults {
     static_assert(!IS_WIDE || TEAM_WARPGROUPS == WARPGROUPS, "select.rs");
     static constexpr int WARPGROUP_ROWS = IS_WIDE ? ROWS : ROWS / TEAM_WARPGROUPS;
     static constexpr int K_PARTS = IS_WIDE && K_DIM > 320 ? 2 : 1, V_PARTS = IS_WIDE && V_DIM > 256 ? 2 : 1;  // parts of dims, each of a tile in a stage of its own
-    static constexpr int PART_DIMS = V_DIM / V_PARTS / (IS_WIDE ? WARPGROUPS : 1);                        // dims of V that a warpgroup has at once
+    static constexpr int PART_DIMS = V_DIM / V_PARTS / (IS_WIDE ? WARPGROUPS : 1);  // dims of V that a warpgroup has at once
     static constexpr int THREADS = 128 * (1 + WARPGROUPS);
     static constexpr int MERGE_THREADS = 128 * TEAM_WARPGROUPS;  // threads that merge a work item's partials
-    static constexpr int LEAST_BLOCK = TILE;                     // products read tiles as pages of 64 tokens have them
+    static constexpr int LEAST_BLOCK = TILE;  // products read tiles as pages of 64 tokens have them
     static constexpr int SHARED_PARTIALS = 2;
     static constexpr bool MAY_BE_DEQUANTIZED = Keys::SCHEME == F16 && PAGE == TILE;
     // Whether teams take whole work items: a launch without partials, as launch.rs says.
@@ -32,7 +32,7 @@ struct ManyRowsConfig : KernelDefaults {
     // Whether codes of 4 bits are turned into bytes, and those of fp8 into f16, by the producers' warps, which then are the readers of their stages.
     static constexpr bool UNPACKS = Keys::HAS_NIBBLES || Values::HAS_NIBBLES || Keys::SCHEME == FP8;
     static_assert(!UNPACKS || (Keys::HAS_NIBBLES && Values::HAS_NIBBLES) || Keys::SCHEME == Values::SCHEME, "of both sides, or of none");
-    static constexpr int UNPACKERS = 4 / TEAMS;                                       // warps of a team
+    static constexpr int UNPACKERS = 4 / TEAMS;  // warps of a team
     static constexpr int READERS = UNPACKS ? UNPACKERS : 4 * TEAM_WARPGROUPS;  // warps that read a stage
     static constexpr bool COPIER_READS = false;
     static constexpr bool PRODUCTS_READ_STAGES = !UNPACKS;

@@ -101,11 +101,13 @@ extern "C" __global__ void __launch_bounds__(Config::THREADS, 1) attn_decode(con
     take_registers<ATTENDER_REGISTERS>();
     int warpgroup = warp / 4 - 1, team = warpgroup / Config::TEAM_WARPGROUPS, thread = threadIdx.x % 128;
     float4* states = (float4*)(p.partial_o + p.row_states_at);
-    Attender self = {{{p, ring_of(team), unpacked_of(team), base + SharedMemory::QUERIES + warpgroup % ROW_SETS * QUERY_BYTES, base + SharedMemory::THRESHOLDS,
-                       base + SharedMemory::SCALES + (warp - 4) * TILE * 4, base + SharedMemory::STATES + (Config::IS_WIDE ? 0 : warpgroup * 64 * V_DIM * 4 + thread * 16),
-                       states + (blockIdx.x * Config::WARPGROUPS * (V_DIM / 8) + warpgroup * (WARPGROUP_DIMS / 8)) * 128 + thread, warpgroup, warp % 4, lane}}};
+    Attender self = {
+        {{p, ring_of(team), unpacked_of(team), base + SharedMemory::QUERIES + warpgroup % ROW_SETS * QUERY_BYTES, base + SharedMemory::THRESHOLDS,
+          base + SharedMemory::SCALES + (warp - 4) * TILE * 4, base + SharedMemory::STATES + (Config::IS_WIDE ? 0 : warpgroup * 64 * V_DIM * 4 + thread * 16),
+          states + (blockIdx.x * Config::WARPGROUPS * (V_DIM / 8) + warpgroup * (WARPGROUP_DIMS / 8)) * 128 + thread, warpgroup, warp % 4, lane}}};
     // Teams whose rows are few have them in warps of different places: a place is a scheduler's.
-    self.first_row = Config::IS_WIDE ? self.warp * 16 : warpgroup % Config::TEAM_WARPGROUPS * Config::WARPGROUP_ROWS + (self.warp + 4 - 2 * team) % 4 * (Config::WARPGROUP_ROWS / 4);
+    self.first_row = Config::IS_WIDE ? self.warp * 16
+                                     : warpgroup % Config::TEAM_WARPGROUPS * Config::WARPGROUP_ROWS + (self.warp + 4 - 2 * team) % 4 * (Config::WARPGROUP_ROWS / 4);
     attend_all(self, Scheduler::of_team(schedulers, team, found), team, (Arrival*)(shared + SharedMemory::ARRIVALS_AT + 16 * team));
 }
 

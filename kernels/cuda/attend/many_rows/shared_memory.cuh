@@ -15,9 +15,9 @@ struct SpanMemory {
         WEIGHTS = 0,                                    // bytes of weights [TILES][2][128 threads][4 words], as left operands
         EXPONENTS = WEIGHTS + TILES * 64 * TILE,        // float [SPAN][64 rows][4 tiles]: exponents, then the factors of the state that a tile folds into
         STEPS = EXPONENTS + TILES * 64 * 4,             // float [SPAN][64][4]: the steps of weights, then the units of products with V
-        SUMS = STEPS + TILES * 64 * 4,                  // float [SPAN][64][4]: then, at rows 0 and 32, whether a segment's state is rescaled for one of 32 rows
-        SEGMENTS = SUMS + TILES * 64 * 4,               // float2 [SPAN][64]: exponents and sums of segments; while rows are loaded, their steps and bases
-        ROWS = SEGMENTS + SPAN * 64 * 8,                // float2 [64]: those of finished rows
+        SUMS = STEPS + TILES * 64 * 4,  // float [SPAN][64][4]: then, at rows 0 and 32, whether a segment's state is rescaled for one of 32 rows
+        SEGMENTS = SUMS + TILES * 64 * 4,  // float2 [SPAN][64]: exponents and sums of segments; while rows are loaded, their steps and bases
+        ROWS = SEGMENTS + SPAN * 64 * 8,  // float2 [64]: those of finished rows
         BYTES = ROWS + 64 * 8
     };
 };

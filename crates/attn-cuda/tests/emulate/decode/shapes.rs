@@ -23,6 +23,11 @@ pub(super) fn chosen() -> Vec<Case> {
     pages.seed = 2; // for the larger GPU
     all.push(pages);
     all.push(Case::new([8, 1], 128, &[600; 16], KvFormat::INT8));
+    // Merges in a cluster, by 32 dims of rows that are not rotated, of which warps have 48.
+    for (dim, format) in [((192, 192), "int8-plain"), ((128, 192), "int8-tensor")] {
+        let format = format.parse().expect("a format's name");
+        all.push(Case::new([2, 1], HeadDim::from(dim), &[300, 70], format));
+    }
     // Rows of contiguous caches and of pages of 16 and 128 tokens, over many tiles.
     for (build, seed) in [(Build::Bnsh, 0), (Build::Bsnh, 3)] {
         let mut rows = Case::new([4, 1], 64, &[1500, 300, 64], KvFormat::same(PLAIN));
