@@ -11,7 +11,7 @@ use super::{
 };
 
 /// The instances that `build.rs` embeds: presets, with centres of K and without, and plain floats on pages of 64, few rows and prompts of `many_rows.cu`, and their
-/// appends; of the presets' shards a decode step's, and their merge.
+/// appends; of the presets' shards a decode step's, and their merge; and latents in 8 bits.
 pub fn common(arch: Arch) -> Vec<Instance> {
     let mut all = vec![
         Instance::Check,
@@ -55,10 +55,29 @@ pub fn common(arch: Arch) -> Vec<Instance> {
             }
         }
     }
+    all.extend(latents(arch));
     let centred: Vec<Instance> = all.iter().copied().map(Instance::with_centres).collect();
     all.extend(centred);
     let mut seen = HashSet::new();
     all.retain(|instance| seen.insert(*instance));
+    all
+}
+
+/// Decode steps and appends of latents as most models with them have them, in 8 bits, where `many_rows.cu` attends wide rows.
+fn latents(arch: Arch) -> Vec<Instance> {
+    let (format, head_dim, page_size) = (KvFormat::INT8, HeadDim { k: 576, v: 512 }, 64);
+    let problem = Problem::new(Heads::new(128, 1, head_dim), vec![1]);
+    let layout = KvLayout::Pages(page_size);
+    let mut all = Instance::all_decode(&problem, format, layout, arch.shared_limit());
+    all.retain(|instance| instance.name() == "many_rows");
+    if !all.is_empty() {
+        all.push(Instance::Append {
+            format,
+            head_dim,
+            page_size,
+            rotary: false,
+        });
+    }
     all
 }
 
