@@ -34,7 +34,7 @@ use libtest_mimic::Trial;
 use self::{
     centred::{Centred, centred_shapes},
     inputs::{Inputs, aligned},
-    shapes::{chosen, short_ones},
+    shapes::{chosen, short_ones, wide_rows},
 };
 use crate::{Kernels, address, numbers, paged_rows::PagedRows, pages::padded_at};
 
@@ -432,9 +432,7 @@ impl Shapes {
             Some(job) => self.jobs.push(job),
             None => self.left += 1,
         }
-        let many_rows = job(KernelChoice::ManyRows)?;
-        let is_covered = |job: &Job| job.plan.config.kernel.is_many_rows();
-        self.jobs.extend(many_rows.filter(is_covered));
+        self.add_many_rows(case, layout, PlanKind::Known)?;
         for (job, kernel) in [
             (job(KernelChoice::LowLatency)?, Kernel::LowLatencyCluster),
             (
@@ -458,14 +456,19 @@ impl Shapes {
                 .extend(job.filter(|job| job.plan.dequantized.is_some()));
         }
         if case.problem.max_q_len() > 1 && is_listed {
-            for kernel in [KernelChoice::SplitKv(None), KernelChoice::ManyRows] {
-                let job = job_of(PlanKind::Ragged, prefers(kernel))?;
-                let is_other = |job: &Job| {
-                    kernel != KernelChoice::ManyRows || job.plan.config.kernel.is_many_rows()
-                };
-                self.jobs.extend(job.filter(is_other));
-            }
+            let split_kv = prefers(KernelChoice::SplitKv(None));
+            self.jobs.extend(job_of(PlanKind::Ragged, split_kv)?);
+            self.add_many_rows(case, layout, PlanKind::Ragged)?;
         }
+        Ok(())
+    }
+
+    /// By `many_rows.cu` alone, where it covers the shape.
+    fn add_many_rows(&mut self, case: &Case, layout: KvLayout, kind: PlanKind) -> Result<()> {
+        let preferences = prefers(KernelChoice::ManyRows);
+        let job = Job::new(kind, case.clone(), layout, preferences, Arch::Sm90a)?;
+        let is_covered = |job: &Job| job.plan.config.kernel.is_many_rows();
+        self.jobs.extend(job.filter(is_covered));
         Ok(())
     }
 }
@@ -504,6 +507,13 @@ pub fn trials(kernels: &Arc<Kernels>, size: Size, count: u64, seed: u64) -> Resu
     }
     for case in chosen() {
         shapes.jobs.extend(without_copy_engine(&case)?);
+    }
+    for case in wide_rows() {
+        let layout = KvLayout::Pages(case.page_size);
+        shapes.add_many_rows(&case, layout, PlanKind::Known)?;
+        if case.problem.max_q_len() > 1 {
+            shapes.add_many_rows(&case, layout, PlanKind::Ragged)?;
+        }
     }
     for case in short_ones() {
         for kernel in [KernelChoice::SplitKv(None), KernelChoice::LowLatencyGlobal] {

@@ -35,7 +35,6 @@ pub(super) fn chosen() -> Vec<Case> {
         all.push(rows);
     }
     all.extend(many_rows());
-    all.extend(wide_rows());
     all.extend(windows());
     all.extend(far_first_tiles());
     all
