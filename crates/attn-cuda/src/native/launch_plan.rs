@@ -57,13 +57,13 @@ pub struct LaunchPlan {
     counters_bytes: usize,
     max_sum_bytes: usize,
     partial_o_bytes: usize,
-    /// States of the rows that warpgroups of `many_rows.cu` attend, behind the partials.
+    /// States of the rows that warpgroups of `many_rows.cu` attend, and wide rows that are brought together, behind the partials.
     row_states_bytes: usize,
     /// Whether a nonzero word of every partial has arrived. There are no arrival counts then.
     partials_are_zeroed: bool,
 }
 
-/// Rows that a CTA of `many_rows.cu` attends.
+/// Rows that a CTA of `many_rows.cu` attends; of wide ones half as many, each in two places.
 const MANY_ROWS: usize = 128;
 
 /// The most bytes of partials where the blocks of query tokens may be divided among several launches.
