@@ -1,6 +1,6 @@
 //! Random shapes, each determined by its seed, of few enough kernels to compile.
 
-use attn_core::KvFormat;
+use attn_core::{HeadDim, KvFormat};
 
 use crate::{
     case::{Build, Case},
@@ -8,22 +8,25 @@ use crate::{
 };
 
 /// Format, head_dim and page_size of a random shape: enough to meet every code path, few enough to compile.
-const KINDS: [(&str, usize, usize); 15] = [
-    ("int8", 128, 64),
-    ("int8", 64, 64),
-    ("int8", 256, 16),
-    ("int4", 128, 64),
-    ("int4", 64, 64),
-    ("int4", 80, 128),
-    ("int4", 192, 64),
-    ("int4-g4", 128, 64),
-    ("int4-g8", 128, 32),
-    ("int4-g1", 96, 128),
-    ("int8/int4", 128, 64),
-    ("int8/int4-g1", 128, 64),
-    ("int8-g32", 128, 64),
-    ("int8-tensor", 64, 32),
-    ("int4-r2-w4/int8-g32", 128, 64),
+const KINDS: [(&str, HeadDim, usize); 18] = [
+    ("int8", HeadDim::same(128), 64),
+    ("int8", HeadDim::same(64), 64),
+    ("int8", HeadDim::same(256), 16),
+    ("int4", HeadDim::same(128), 64),
+    ("int4", HeadDim::same(64), 64),
+    ("int4", HeadDim::same(80), 128),
+    ("int4", HeadDim::same(192), 64),
+    ("int4-g4", HeadDim::same(128), 64),
+    ("int4-g8", HeadDim::same(128), 32),
+    ("int4-g1", HeadDim::same(96), 128),
+    ("int8/int4", HeadDim::same(128), 64),
+    ("int8/int4-g1", HeadDim::same(128), 64),
+    ("int8-g32", HeadDim::same(128), 64),
+    ("int8-tensor", HeadDim::same(64), 32),
+    ("int4-r2-w4/int8-g32", HeadDim::same(128), 64),
+    ("int8", HeadDim { k: 576, v: 512 }, 64),
+    ("int8", HeadDim { k: 192, v: 128 }, 64),
+    ("int8-tensor", HeadDim::same(512), 32),
 ];
 
 /// (heads_per_kv, q_len): every row tile, full and not.
