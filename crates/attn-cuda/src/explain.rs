@@ -16,7 +16,7 @@ const HOPPER_SMS: usize = 132;
 pub struct ExplainedKernel {
     /// The kernel as it is configured.
     pub config: KernelConfig,
-    /// Estimated microseconds for the longest sequences; `None` for `many_rows.cu`, which is chosen by its rows and spans, and where no estimate holds.
+    /// Estimated microseconds for the longest sequences; `None` for rows of `many_rows.cu` that are not wide, which is chosen by rows and spans, and where no estimate holds.
     pub us: Option<f64>,
     /// Whether it attends the problem.
     pub is_chosen: bool,

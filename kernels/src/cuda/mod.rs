@@ -23,6 +23,7 @@ pub mod instance;
 mod launch;
 pub mod nvrtc;
 pub mod params;
+mod row_blocks;
 pub mod select;
 pub mod smem;
 pub mod split;

@@ -7,8 +7,9 @@ use super::{
         BULK_SHARED, DeviceLimits, Kernel, KernelChoice, KernelConfig, KvLayout, Preferences,
         RESERVED_SHARED, SM_TEAMS, WARPGROUPS,
     },
-    cost::{Cost, RowBlocks, fastest_split, split_kv_us},
+    cost::{Cost, fastest_split, split_kv_us},
     launch::takes_whole_items,
+    row_blocks::RowBlocks,
     smem::{Stage, has_wide_rows, shared_bytes, wide_parts},
     split::{longest, rows},
 };
@@ -21,6 +22,12 @@ const MOST_FLOAT_DIMS: usize = 256;
 
 /// Rows of a warpgroup of `many_rows.cu` whose threads have one row each.
 const FEW_ROWS: usize = 32;
+
+/// Microseconds of wide rows by each kernel that attends them.
+struct WideTimes {
+    split_kv: Option<f64>,
+    many_rows: f64,
+}
 
 /// A decode kernel's specialization apart from its configuration.
 #[derive(Debug, Clone, Copy)]
@@ -233,14 +240,14 @@ impl Shape {
         self.rows <= 8 && self.head_dim.max() <= 256 && self.split_kv(shared_limit).is_some()
     }
 
-    /// Whether `many_rows.cu` is faster than `split_kv.cu` for wide rows, by their estimated times.
-    fn wide_rows_are_faster(&self, problem: &Problem, limits: DeviceLimits) -> bool {
-        let Some(wide) = self.wide_rows(limits.shared_limit) else {
-            return false;
-        };
+    /// Estimated times of wide rows that `many_rows.cu` covers.
+    fn wide_us(&self, problem: &Problem, limits: DeviceLimits) -> Option<WideTimes> {
+        let many_rows = self.wide_rows(limits.shared_limit)?;
+        let split_kv = self.split_kv(limits.shared_limit);
         let blocks = RowBlocks::new(problem, limits.sms);
-        self.split_kv(limits.shared_limit).is_none_or(|split_kv| {
-            blocks.wide_us(wide.rows()) < blocks.split_kv_us(split_kv.rows())
+        Some(WideTimes {
+            split_kv: split_kv.map(|config| blocks.split_kv_us(config.rows())),
+            many_rows: blocks.wide_us(many_rows.rows()),
         })
     }
 
@@ -306,7 +313,9 @@ pub fn many_rows(
         _ => 24,
     };
     let are_many = match has_wide_rows(format, problem.head_dim) {
-        true => shape.wide_rows_are_faster(problem, limits),
+        true => shape
+            .wide_us(problem, limits)
+            .is_some_and(|us| us.split_kv.is_none_or(|split_kv| us.many_rows < split_kv)),
         false => shape.rows > few || shape.few_bytes_are_faster(problem, limits.sms),
     };
     let is_wanted = match preferences.kernel {
@@ -394,7 +403,7 @@ pub(crate) fn dequantized_as(
 pub struct Candidate {
     /// The kernel as it would be configured.
     pub config: KernelConfig,
-    /// Microseconds for the plan's longest sequences; `None` for `many_rows.cu`, which is chosen by its rows and spans, and where no estimate holds.
+    /// Microseconds for the plan's longest sequences; `None` for rows of `many_rows.cu` that are not wide, which is chosen by rows and spans, and where no estimate holds.
     pub us: Option<f64>,
 }
 
@@ -435,10 +444,14 @@ pub fn select(
         .or(chosen.map(|(config, _)| config))
         .or(split_kv)
         .or(at_last)?;
+    let wide = has_wide_rows(format, problem.head_dim).then(|| shape.wide_us(problem, limits));
+    let wide = wide.flatten();
+    let split_kv_us = wide.as_ref().map_or(Some(us), |wide| wide.split_kv);
     let candidates = [
-        split_kv.map(|config| (config, Some(us))),
+        split_kv.map(|config| (config, split_kv_us)),
         low_latency.map(|(config, estimated)| (config, estimated.us)),
-        many.or(fits).map(|config| (config, None)),
+        many.or(fits)
+            .map(|config| (config, wide.map(|wide| wide.many_rows))),
     ];
     let candidates = candidates.into_iter().flatten();
     Some(Selected {

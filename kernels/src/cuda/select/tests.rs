@@ -419,5 +419,14 @@ fn wide_rows_take_the_kernel_that_was_measured_faster() {
             many_rows < split_kv,
             "{q}/{kv} {dim}, {batch} of {ctx}"
         );
+        // The estimates that are shown are those that decide.
+        let selected = select(&problem, KvFormat::INT8, pages, LIMITS, &preferences).unwrap();
+        let us = |candidate: &&Candidate| candidate.us.unwrap();
+        let fastest = selected
+            .candidates
+            .iter()
+            .min_by(|a, b| us(a).total_cmp(&us(b)));
+        let is_chosen = |c: &Candidate| c.config.kernel.is_many_rows() == many.is_some();
+        assert!(fastest.is_some_and(is_chosen), "{:?}", selected.candidates);
     }
 }
