@@ -32,7 +32,7 @@ static const char* run(Index grid, u32 threads) {
 #endif
 }
 
-extern "C" const char* attn_emulate(const Params* p, const u32* grid, u32 threads) {
+extern "C" __attribute__((visibility("default"))) const char* attn_emulate(const Params* p, const u32* grid, u32 threads) {
     params = p;
     u32 before = _mm_getcsr();
     const char* error = run({grid[0], grid[1], grid[2]}, threads);

@@ -1,18 +1,12 @@
 // A grid's CTAs, warps and threads as fibers on one CPU thread. A fiber runs until it waits for another one, then the next one runs that does not wait.
+//
+// Here: what a kernel's text and the functions of ptx.cuh use. machine.cpp has the rest, compiled once for all kernels.
 #pragma once
-#ifndef __x86_64__
-#error "fibers are switched by x86-64's registers"
-#endif
 #include <pmmintrin.h>
-#include <setjmp.h>
-#include <sys/mman.h>
 
-#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <initializer_list>
-#include <map>
-#include <vector>
 
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -38,309 +32,55 @@ enum Op {
 struct Index {
     u32 x, y, z;
 };
-struct Barrier {
-    u32 arrived = 0, round = 0;
-};
-struct Warp32 {
-    Barrier barrier;
-    Op op;
-    u32 in[32][12], out[32][4];
-};
-struct Mbarrier {
-    u32 count, pending;
-    long bytes;
-    u32 phase;
-};
 struct Cta {
     Index index;
-    std::vector<u8> memory;
     u8* shared;
-    std::vector<Warp32> warps;
-    Barrier barriers[17];  // the last one is the cluster's
-    std::map<u32, Mbarrier> mbarriers;
 };
 struct Fiber {
-    void* stack;  // what switch_stacks has left there
-    // While `watched` is there and has the value `seen`, the fiber waits.
-    const u32* watched;
-    u32 seen;
     Cta* cta;
     u32 thread;
-    bool done;
 };
 
-static struct Machine {
-    std::vector<Fiber> fibers;
-    std::vector<Cta> ctas;
-    u32 running, alive, threads;
-    Index grid;
-    u64 idle;   // turns since the last progress: a completed barrier, an mbarrier arrival, a thread's end
-    u64 spins;  // turns in which a thread polled memory for another thread's store
-    void (*kernel)();
-    jmp_buf home;
-    const char* error;
-} machine;
+// The running fiber, and its launch.
+extern Fiber* running;
+extern Index grid;
+extern u32 threads_per_cta;
 
-// The running fiber.
-static inline Fiber& me() { return machine.fibers[machine.running]; }
+static inline Fiber& me() { return *running; }
 
 // Ends the launch with an error.
-[[noreturn]] static inline void fail(const char* what) {
-    machine.error = what;
-    longjmp(machine.home, 1);
-}
-
-// Goes on with what `to` has left, and leaves the stack in `from`: registers that a function keeps, by x86-64's calling convention. (swapcontext would
-// call the kernel for the signal mask each time.)
-__attribute__((naked)) static void switch_stacks(void** from, void* to) {
-    asm(R"(
-        push %rbp
-        push %rbx
-        push %r12
-        push %r13
-        push %r14
-        push %r15
-        mov %rsp, (%rdi)
-        mov %rsi, %rsp
-        pop %r15
-        pop %r14
-        pop %r13
-        pop %r12
-        pop %rbx
-        pop %rbp
-        ret
-    )");
-}
+[[noreturn]] void fail(const char* what);
 
 // Runs the next thread that does not wait. Many turns of every thread without progress are a deadlock, as are threads that all wait: it ends the launch.
-static inline void yield() {
-    u32 count = (u32)machine.fibers.size();
-    if (++machine.idle > 1000ull * count) fail("all threads wait for each other");
-    Fiber& from = me();
-    for (u32 i = 0; i < count; i++) {
-        machine.running = machine.running + 1 < count ? machine.running + 1 : 0;
-        Fiber& next = me();
-        if (next.done || (next.watched && *next.watched == next.seen)) continue;
-        next.watched = nullptr;
-        if (&next != &from) switch_stacks(&from.stack, next.stack);
-        return;
-    }
-    fail("all threads wait for each other");
-}
+void yield();
+// As `yield`, for a thread that polls memory for another thread's store; a launch has a limited number of them.
+void spin();
 // Returns once another thread has changed `x` from `seen`.
-static inline void wait_for_change(const u32& x, u32 seen) {
-    if (x != seen) return;
-    me().watched = &x;
-    me().seen = seen;
-    yield();
-}
+void wait_for_change(const u32& x, u32 seen);
 
-// True in the last of `count` threads to arrive; in the others false, once the last one has called `release`.
-static inline bool arrives_last(Barrier& barrier, u32 count) {
-    u32 round = barrier.round;
-    if (++barrier.arrived == count) return true;
-    wait_for_change(barrier.round, round);
-    return false;
-}
-static inline void release(Barrier& barrier) {
-    barrier.arrived = 0;
-    barrier.round++;
-    machine.idle = 0;
-}
-static inline void cta_barrier(int index, u32 count) {
-    Barrier& barrier = me().cta->barriers[index];
-    if (arrives_last(barrier, count)) release(barrier);
-}
-
+void cta_barrier(int index, u32 count);
 // Arrives and does not wait.
-static inline void cta_arrive(int index, u32 count) {
-    Barrier& barrier = me().cta->barriers[index];
-    if (++barrier.arrived == count) release(barrier);
-}
+void cta_arrive(int index, u32 count);
+void cluster_barrier();
+// Another CTA of the cluster, which is a row of the grid.
+Cta& peer(u32 rank);
 
-static inline Mbarrier& mbarrier(u32 at, Cta& cta = *me().cta) {
-    auto found = cta.mbarriers.find(at);
-    if (found == cta.mbarriers.end()) fail("an mbarrier that nobody initialized");
-    return found->second;
-}
-static inline void complete(Mbarrier& b) {
-    machine.idle = 0;
-    if (b.pending != 0 || b.bytes != 0) return;
-    b.phase ^= 1;
-    b.pending = b.count;
-}
-static inline void arrive(u32 at, u32 bytes) {
-    Mbarrier& b = mbarrier(at);
-    if (b.pending == 0) fail("more arrivals at an mbarrier than it waits for");
-    b.bytes += bytes;
-    b.pending--;
-    complete(b);
-}
-static inline void landed(u32 at, u32 bytes, Cta& cta = *me().cta) {
-    Mbarrier& b = mbarrier(at, cta);
-    b.bytes -= bytes;
-    complete(b);
-}
+void mbarrier_init(u32 at, u32 count);
+const u32& mbarrier_phase(u32 at);
+void mbarrier_arrive(u32 at, u32 bytes);
+void mbarrier_expect_more(u32 at, u32 bytes);
+// Bytes that a copy has written.
+void mbarrier_landed(u32 at, u32 bytes, Cta& cta = *me().cta);
 
-// ---- instructions of a whole warp: each lane leaves its operands, and the last lane computes all results ----
+// An instruction of a whole warp: each lane leaves its operands, and the last lane computes all results.
+const u32* warp_exchange(Op op, std::initializer_list<u32> in);
+static inline u32 warp_op(Op op, u32 x, u32 operand = 0, u32 width = 32) { return warp_exchange(op, {x, operand, width})[0]; }
 
-// ldmatrix: lane 8i + r gives the address of the 16-byte row r of matrix i. Lane 4r + c gets bytes 4c to 4c + 3 of row r or, transposed,
-// the halves 2c and 2c + 1 of column r.
-static inline void load_matrices(const Cta& cta, Warp32& w, int count, bool transposed) {
-    for (int lane = 0; lane < 32; lane++)
-        for (int i = 0; i < count; i++) {
-            auto row = [&](int r) {
-                u32 at = w.in[8 * i + r][0];
-                if (at % 16) fail("a misaligned matrix");
-                return cta.shared + at;
-            };
-            u16 halves[2];
-            for (int h = 0; h < 2; h++) {
-                int r = lane / 4, c = 2 * (lane % 4) + h;
-                memcpy(&halves[h], transposed ? row(c) + 2 * r : row(r) + 2 * c, 2);
-            }
-            w.out[lane][i] = halves[0] | (u32)halves[1] << 16;
-        }
-}
-// movmatrix: lane 4r + c has the halves 2c and 2c + 1 of row r, and gets those of column r.
-static inline void transpose(Warp32& w) {
-    for (int lane = 0; lane < 32; lane++) {
-        auto half = [&](int row, int column) { return w.in[4 * row + column / 2][0] >> 16 * (column % 2) & 0xffff; };
-        int r = lane / 4, c = 2 * (lane % 4);
-        w.out[lane][0] = half(c, r) | half(c + 1, r) << 16;
-    }
-}
-// mma.m16n8k32, with the fragments that PTX defines (drawn in kernels/README.md).
-static inline void multiply(Warp32& w, bool a_signed, bool b_signed) {
-    int a[16][32], b[32][8];
-    auto byte = [](u32 x, int i, bool is_signed) { return is_signed ? (int)(signed char)(x >> 8 * i) : (int)(x >> 8 * i & 255); };
-    for (int lane = 0; lane < 32; lane++)
-        for (int i = 0; i < 4; i++)
-            for (int half = 0; half < 2; half++) {
-                int k = 16 * half + lane % 4 * 4 + i;
-                a[lane / 4][k] = byte(w.in[lane][2 * half], i, a_signed);
-                a[lane / 4 + 8][k] = byte(w.in[lane][2 * half + 1], i, a_signed);
-                b[k][lane / 4] = byte(w.in[lane][4 + half], i, b_signed);
-            }
-    for (int lane = 0; lane < 32; lane++)
-        for (int i = 0; i < 4; i++) {
-            int row = lane / 4 + i / 2 * 8, column = lane % 4 * 2 + i % 2, sum = 0;
-            for (int k = 0; k < 32; k++) sum += a[row][k] * b[k][column];
-            w.out[lane][i] = w.in[lane][6 + i] + (u32)sum;
-        }
-}
 static inline float half_number(u32 h) {
     u32 magnitude = h & 0x7fff, sign = (h & 0x8000) << 16;
     if (magnitude < 0x400) return same_bits<float>(sign | same_bits<u32>((float)magnitude * 0x1p-24f));
     return same_bits<float>(sign | (magnitude >= 0x7c00 ? 0x7f800000 | magnitude << 13 : (magnitude << 13) + 0x38000000));
 }
-// mma.m16n8k16 of 16-bit floats; a tensor core's own order and roundings of the sum are not known.
-template <class Number> static inline void multiply_floats(Warp32& w, Number number) {
-    float a[16][16], b[16][8];
-    for (int lane = 0; lane < 32; lane++)
-        for (int i = 0; i < 2; i++)
-            for (int half = 0; half < 2; half++) {
-                int k = 8 * half + lane % 4 * 2 + i;
-                a[lane / 4][k] = number(w.in[lane][2 * half] >> 16 * i & 0xffff);
-                a[lane / 4 + 8][k] = number(w.in[lane][2 * half + 1] >> 16 * i & 0xffff);
-                b[k][lane / 4] = number(w.in[lane][4 + half] >> 16 * i & 0xffff);
-            }
-    for (int lane = 0; lane < 32; lane++)
-        for (int i = 0; i < 4; i++) {
-            int row = lane / 4 + i / 2 * 8, column = lane % 4 * 2 + i % 2;
-            float sum = same_bits<float>(w.in[lane][6 + i]);
-            for (int k = 0; k < 16; k++) sum += a[row][k] * b[k][column];
-            w.out[lane][i] = same_bits<u32>(sum);
-        }
-}
-static inline void reduce(Warp32& w) {
-    u32 x = w.in[0][0];
-    for (int lane = 1; lane < 32; lane++) {
-        u32 y = w.in[lane][0];
-        x = w.op == ALL ? x & y : w.op == ANY ? x | y : w.op == SUM ? x + y : std::max(x, y);
-    }
-    for (auto& out : w.out) out[0] = x;
-}
-static inline void shuffle(Warp32& w) {
-    for (int lane = 0; lane < 32; lane++) {
-        int operand = w.in[lane][1], width = w.in[lane][2], first = lane & ~(width - 1);
-        int from = w.op == SHUFFLE ? first | (operand & (width - 1)) : w.op == SHUFFLE_XOR ? lane ^ operand : lane - operand;
-        w.out[lane][0] = w.in[from < first ? lane : from][0];
-    }
-}
-static inline const u32* warp_exchange(Op op, std::initializer_list<u32> in) {
-    Fiber& self = me();
-    Warp32& w = self.cta->warps[self.thread / 32];
-    int lane = self.thread % 32;
-    if (w.barrier.arrived != 0 && w.op != op) fail("a warp's lanes are at different instructions");
-    w.op = op;
-    std::copy(in.begin(), in.end(), w.in[lane]);
-    if (!arrives_last(w.barrier, 32)) return w.out[lane];
-    // clang-format off
-    switch (op) {
-    case SYNC: break;
-    case ALL: case ANY: case SUM: case MAX: reduce(w); break;
-    case SHUFFLE: case SHUFFLE_UP: case SHUFFLE_XOR: shuffle(w); break;
-    case MATRIX_1: load_matrices(*self.cta, w, 1, false); break;
-    case MATRIX_2: load_matrices(*self.cta, w, 2, false); break;
-    case MATRIX_4: load_matrices(*self.cta, w, 4, false); break;
-    case MATRIX_4_TRANSPOSED: load_matrices(*self.cta, w, 4, true); break;
-    case TRANSPOSE: transpose(w); break;
-    case PRODUCT_S8_S8: multiply(w, true, true); break;
-    case PRODUCT_S8_U8: multiply(w, true, false); break;
-    case PRODUCT_U8_S8: multiply(w, false, true); break;
-    case PRODUCT_U8_U8: multiply(w, false, false); break;
-    case PRODUCT_F16: multiply_floats(w, half_number); break;
-    case PRODUCT_BF16: multiply_floats(w, [](u32 x) { return same_bits<float>(x << 16); }); break;
-    }
-    // clang-format on
-    release(w.barrier);
-    return w.out[lane];
-}
-static inline u32 warp_op(Op op, u32 x, u32 operand = 0, u32 width = 32) { return warp_exchange(op, {x, operand, width})[0]; }
-
-// ---- a launch ----
-
-static inline void enter() {
-    machine.kernel();
-    me().done = true;
-    machine.idle = 0;
-    if (--machine.alive == 0) longjmp(machine.home, 2);
-    yield();
-}
 
 // Runs `count` CTAs of `threads` threads each, from CTA `first` of the grid on. Returns null or an error.
-static const char* launch(void (*kernel)(), Index grid, u32 first, u32 count, u32 threads, u32 shared_bytes) {
-    constexpr size_t STACK = 128 << 10;
-    machine = {};
-    machine.kernel = kernel;
-    machine.grid = grid;
-    machine.threads = threads;
-    machine.alive = count * threads;
-    machine.ctas.resize(count);
-    machine.fibers.resize(count * threads);
-    u8* stacks = (u8*)mmap(nullptr, STACK * machine.alive, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (stacks == MAP_FAILED) return "no memory for the threads' stacks";
-    for (u32 i = 0; i < count; i++) {
-        Cta& cta = machine.ctas[i];
-        u32 at = first + i;
-        cta.index = {at % grid.x, at / grid.x % grid.y, at / grid.x / grid.y};
-        cta.memory.assign(shared_bytes + 1024, 0xff);  // NaN, so that a kernel that reads what is not there fails
-        cta.shared = (u8*)(((u64)cta.memory.data() + 1023) / 1024 * 1024);
-        cta.warps.resize(threads / 32);
-    }
-    for (u32 i = 0; i < machine.alive; i++) {
-        Fiber& f = machine.fibers[i];
-        f.cta = &machine.ctas[i / threads];
-        f.thread = i % threads;
-        // As if switch_stacks had been called at the start of `enter`: six registers, the way back, and what aligns the stack as a call does.
-        void** top = (void**)(stacks + STACK * (i + 1));
-        top[-2] = (void*)enter;
-        f.stack = top - 8;
-    }
-    size_t stacks_bytes = STACK * machine.alive;
-    void* own;
-    if (setjmp(machine.home) == 0) switch_stacks(&own, machine.fibers[0].stack);
-    munmap(stacks, stacks_bytes);
-    return machine.error;
-}
+const char* launch(void (*kernel)(), Index grid, u32 first, u32 count, u32 threads, u32 shared_bytes);

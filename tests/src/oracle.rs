@@ -123,18 +123,17 @@ fn rotate(row: &mut [f64], halvings: u32) {
     let factor = f64::powi(0.5, halvings as i32);
     let block = block(row.len());
     for block in row.chunks_exact_mut(block) {
-        let x = block.to_vec();
-        for (i, y) in block.iter_mut().enumerate() {
-            let sign = |j: usize| {
-                if (i & j).count_ones().is_multiple_of(2) {
-                    1.0
-                } else {
-                    -1.0
+        let mut half = 1;
+        while half < block.len() {
+            for pair in block.chunks_exact_mut(2 * half) {
+                let (low, high) = pair.split_at_mut(half);
+                for (a, b) in low.iter_mut().zip(high) {
+                    (*a, *b) = (*a + *b, *a - *b);
                 }
-            };
-            let sum: f64 = x.iter().enumerate().map(|(j, x)| sign(j) * x).sum();
-            *y = sum * factor;
+            }
+            half *= 2;
         }
+        block.iter_mut().for_each(|x| *x *= factor);
     }
 }
 

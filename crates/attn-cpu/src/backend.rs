@@ -22,6 +22,7 @@ use crate::{
     reference::{self, QueryRow},
     simd::Isa,
     store::{CpuPages, write_tokens},
+    stored::Stored,
 };
 
 /// The mark of this crate's plans: the kernels need nothing prepared.
@@ -146,9 +147,9 @@ impl DecodeAttention for Reference {
         let (inputs, mut outputs) = step.parts();
         let integer = inputs.plan().format().is_integer();
         let mut lse = outputs.lse;
-        let attend = |r, row: &QueryRow<'_>, reader: &Reader<'_>| {
+        let attend = |r, row: &QueryRow<'_>, stored: &Stored<'_>| {
             let (token, head) = (r / row.problem.num_q_heads, row.q_head);
-            let row_lse = reference::attend(row, reader, integer, outputs.out.row(token, head));
+            let row_lse = reference::attend(row, stored, integer, outputs.out.row(token, head));
             if let Some(lse) = &mut lse {
                 lse[r] = row_lse;
             }
@@ -161,8 +162,8 @@ impl DecodeAttention for Reference {
         check_plan(inputs.plan())?;
         let integer = inputs.plan().format().is_integer();
         let mut all = SpanStates::unseen(inputs.problem())?;
-        let attend = |r, row: &QueryRow<'_>, reader: &Reader<'_>| {
-            for (span, state) in reference::attend_spans(row, reader, integer).enumerate() {
+        let attend = |r, row: &QueryRow<'_>, stored: &Stored<'_>| {
+            for (span, state) in reference::attend_spans(row, stored, integer).enumerate() {
                 all.set(span, r, [state.m, state.l], &state.o);
             }
         };
@@ -174,22 +175,23 @@ impl DecodeAttention for Reference {
 /// Calls `take` for each row of a step: its number, its query, and what it reads.
 fn each_row(
     inputs: &StepInputs<'_>,
-    mut take: impl FnMut(usize, &QueryRow<'_>, &Reader<'_>),
+    mut take: impl FnMut(usize, &QueryRow<'_>, &Stored<'_>),
 ) -> Result<(), Error> {
     let problem = inputs.problem();
-    let tokens = problem
-        .query_ranges()
-        .enumerate()
-        .flat_map(|(b, all)| (0..all.len()).map(move |i| (b, i)));
-    let rows = tokens.flat_map(|at| (0..problem.num_q_heads).map(move |head| (at, head)));
-    for (r, ((b, i), q_head)) in rows.enumerate() {
-        let reader = Reader::new(inputs.kv(), b, q_head / problem.heads_per_kv())?;
-        let q = inputs.q().row(r / problem.num_q_heads, q_head);
-        take(
-            r,
-            &QueryRow::new(problem, [b, i, q_head], q, &reader),
-            &reader,
-        );
+    for (b, tokens) in problem.query_ranges().enumerate() {
+        let stored = (0..problem.num_kv_heads).map(|head| {
+            let reader = Reader::new(inputs.kv(), b, head)?;
+            Ok(Stored::new(reader, problem.head_dim, problem.kv_lens[b]))
+        });
+        let stored: Vec<Stored<'_>> = stored.collect::<Result<_, Error>>()?;
+        for (i, token) in tokens.enumerate() {
+            for q_head in 0..problem.num_q_heads {
+                let stored = &stored[q_head / problem.heads_per_kv()];
+                let q = inputs.q().row(token, q_head);
+                let row = QueryRow::new(problem, [b, i, q_head], q, &stored.reader);
+                take(token * problem.num_q_heads + q_head, &row, stored);
+            }
+        }
     }
     Ok(())
 }

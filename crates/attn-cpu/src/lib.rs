@@ -31,6 +31,7 @@ mod softmax;
 mod split;
 mod state;
 mod store;
+mod stored;
 mod tile;
 mod unpack;
 mod weights;

@@ -1,6 +1,6 @@
 //! The specification as a program: `docs/arithmetic.md`, one row at a time, scalar, one thread.
 //!
-//! Speed is no goal here. Not here: where codes and parameters lie ([`crate::reader`]).
+//! Speed is no goal here. Not here: where codes and parameters lie ([`crate::reader`]), and how they enter the products ([`crate::stored`]).
 
 use std::ops::Range;
 
@@ -19,6 +19,7 @@ use attn_core::{
 use crate::{
     reader::{Reader, Side},
     state::{State, merged, spans},
+    stored::Stored,
 };
 
 /// One query row of a problem.
@@ -103,11 +104,11 @@ impl<'a> QueryRow<'a> {
 /// Attends one row to its whole sequence; writes `out` and returns the log-sum-exp.
 pub(crate) fn attend(
     row: &QueryRow<'_>,
-    reader: &Reader<'_>,
+    stored: &Stored<'_>,
     integer: bool,
     out: &mut [f32],
 ) -> f32 {
-    let spans = attend_spans(row, reader, integer);
+    let spans = attend_spans(row, stored, integer);
     let State { m, l, o } = spans
         .reduce(merged)
         .unwrap_or_else(|| State::empty(row.v_dim()));
@@ -118,8 +119,8 @@ pub(crate) fn attend(
             .sinks
             .as_ref()
             .map(|sinks| sinks[row.q_head]),
-        v_tensor_scale: reader.tensor_scales[1],
-        rotated: reader.scheme(Side::V).is_rotated(),
+        v_tensor_scale: stored.reader.tensor_scales[1],
+        rotated: stored.reader.scheme(Side::V).is_rotated(),
     };
     out.copy_from_slice(&o);
     row_state::finish([m, l], out, end)
@@ -128,7 +129,7 @@ pub(crate) fn attend(
 /// The states of one row's spans.
 pub(crate) fn attend_spans(
     row: &QueryRow<'_>,
-    reader: &Reader<'_>,
+    stored: &Stored<'_>,
     integer: bool,
 ) -> impl Iterator<Item = State> {
     let kv_len = row.problem.kv_lens[row.sequence];
@@ -141,7 +142,7 @@ pub(crate) fn attend_spans(
             let tile = t0..kv_len.min(t0 + TILE);
             let visible: Vec<bool> = tile.clone().map(|t| seen.contains(&t)).collect();
             if visible.contains(&true) {
-                fold_tile(row, reader, integer, tile, &visible, &mut state);
+                fold_tile(row, stored, integer, tile, &visible, &mut state);
             }
         }
         segments.push(state);
@@ -151,16 +152,16 @@ pub(crate) fn attend_spans(
 
 fn fold_tile(
     row: &QueryRow<'_>,
-    reader: &Reader<'_>,
+    stored: &Stored<'_>,
     integer: bool,
     tile: Range<usize>,
     visible: &[bool],
     state: &mut State,
 ) {
     let (m, l, value) = if integer {
-        integer_tile(row, reader, tile, visible)
+        integer_tile(row, stored, tile, visible)
     } else {
-        float_tile(row, reader, tile, visible)
+        float_tile(row, stored, tile, visible)
     };
     state.fold(m, l, &value);
 }
@@ -168,12 +169,12 @@ fn fold_tile(
 /// Sections 4 and 5: the value `(m, l, T)` of a tile of which the row sees some tokens.
 fn integer_tile(
     row: &QueryRow<'_>,
-    reader: &Reader<'_>,
+    stored: &Stored<'_>,
     tile: Range<usize>,
     visible: &[bool],
 ) -> (f32, f32, Vec<f32>) {
     let seen = || tile.clone().zip(visible).filter(|(_, seen)| **seen);
-    let terms = seen().map(|(t, _)| integer_score(row, reader, t));
+    let terms = seen().map(|(t, _)| integer_score(row, stored, t));
     let base = row.bases[centre_of(tile.start)];
     let of_centre = base - grid::SCORE_BASE;
     let (scores, step, base): (Vec<f32>, f32, f32) = if row.problem.scores.changes_scores() {
@@ -211,40 +212,29 @@ fn integer_tile(
         .copied()
         .map(grid::weight_units)
         .sum();
-    let value = integer_values(row, &points, reader, tile);
+    let value = integer_values(row, &points, stored, tile);
     (exponent + grid::WEIGHT_SHIFT, l as f32 * exp2i(-24), value)
 }
 
 /// Section 8: the value `(m, l, T)` of a tile of which the row sees some tokens.
 fn float_tile(
     row: &QueryRow<'_>,
-    reader: &Reader<'_>,
+    stored: &Stored<'_>,
     tile: Range<usize>,
     visible: &[bool],
 ) -> (f32, f32, Vec<f32>) {
     let scores: Vec<Option<f32>> = tile
         .clone()
         .zip(visible)
-        .map(|(t, seen)| seen.then(|| row.modify(float_score(row, reader, t), t)))
+        .map(|(t, seen)| seen.then(|| row.modify(float_score(row, stored, t), t)))
         .collect();
     let seen = scores.iter().flatten().copied();
     let m = seen.fold(f32::NEG_INFINITY, f32::max).ceil();
     let weight = |s: &Option<f32>| s.map_or(0.0, |s| exp2_float((s - m).max(EXP2_MIN)));
     let p: Vec<f32> = scores.iter().map(weight).collect();
     let l: i32 = p.iter().copied().map(weight_units).sum();
-    let value = float_values(row, &p, visible, reader, tile);
+    let value = float_values(row, &p, visible, stored, tile);
     (m, l as f32 * exp2i(-22), value)
-}
-
-/// How the codes of one token enter the products: as `code + residual`, and `2·sum − offset·weights` where the codes are half steps.
-fn signed(reader: &Reader<'_>, side: Side, fine: bool, t: usize, d: usize) -> i32 {
-    let code = reader.code(side, t, d);
-    match reader.scheme(side) {
-        Scheme::Int4(_) => i32::from(code) - 8,
-        Scheme::RotatedInt4 { .. } if fine => i32::from(16 * code + reader.residual(side, t, d)),
-        Scheme::RotatedInt4 { .. } => 16 * i32::from(code),
-        _ => i32::from(code as u8 as i8),
-    }
 }
 
 /// The middle of half steps, in halves of a residual's step: of all 256 codes, or of the 16 that have no residual.
@@ -253,20 +243,18 @@ fn middle(fine: bool) -> i32 {
 }
 
 /// Section 4: the score of one token before its multiplication by the row's step.
-fn integer_score(row: &QueryRow<'_>, reader: &Reader<'_>, t: usize) -> f32 {
-    let scheme = reader.scheme(Side::K);
+fn integer_score(row: &QueryRow<'_>, stored: &Stored<'_>, t: usize) -> f32 {
+    let scheme = stored.reader.scheme(Side::K);
     let fine = row.is_fine(scheme, t);
-    let groups = scheme.groups(row.q.len());
-    let len = row.q.len() / groups;
+    let len = row.q.len() / scheme.groups(row.q.len());
+    let codes = stored.signed(Side::K, t, fine);
     let mut a = 0.0;
-    for g in 0..groups {
+    for (g, param) in stored.params(Side::K, t).iter().enumerate() {
         let dims = g * len..(g + 1) * len;
-        let param = reader.param(Side::K, t, g);
         let scale = param.scale.to_f32();
-        let query: i32 = row.codes[dims.clone()].iter().sum();
-        let s: i32 = dims
-            .map(|d| row.codes[d] * signed(reader, Side::K, fine, t, d))
-            .sum();
+        let (q, codes) = (&row.codes[dims.clone()], &codes[dims]);
+        let query: i32 = q.iter().sum();
+        let s: i32 = q.iter().zip(codes).map(|(q, code)| q * code).sum();
         let term = match scheme {
             Scheme::Int8(Int8Scale::Tensor) => s as f32,
             Scheme::Int4(_) => s as f32 * scale + query as f32 * param.centred_shift(),
@@ -282,17 +270,18 @@ fn integer_score(row: &QueryRow<'_>, reader: &Reader<'_>, t: usize) -> f32 {
 fn integer_values(
     row: &QueryRow<'_>,
     points: &[Option<i32>],
-    reader: &Reader<'_>,
+    stored: &Stored<'_>,
     tile: Range<usize>,
 ) -> Vec<f32> {
-    let (scheme, dim) = (reader.scheme(Side::V), row.v_dim());
+    let (scheme, dim) = (stored.reader.scheme(Side::V), row.v_dim());
     let fine = row.is_fine(scheme, tile.start);
     let half_steps = matches!(scheme, Scheme::RotatedInt4 { .. });
     let bits = if half_steps && fine { 2 } else { 3 };
     let len = dim / scheme.groups(dim);
     let mut value = vec![0.0; dim];
     for (g, value) in value.chunks_exact_mut(len).enumerate() {
-        let params: Vec<_> = tile.clone().map(|t| reader.param(Side::V, t, g)).collect();
+        let param = |t| stored.params(Side::V, t)[g];
+        let params: Vec<_> = tile.clone().map(param).collect();
         let scaled = |(point, param): (&Option<i32>, &quant::Param)| {
             let scale = match scheme {
                 Scheme::Int8(Int8Scale::Tensor) => 0,
@@ -319,11 +308,14 @@ fn integer_values(
             })),
             _ => 0.0,
         };
-        for (d, value) in value.iter_mut().enumerate() {
-            let terms = tile.clone().zip(&w8);
-            let mut n: i32 = terms
-                .map(|(t, w)| w * signed(reader, Side::V, fine, t, g * len + d))
-                .sum();
+        let mut sums = vec![0; len];
+        for (t, w) in tile.clone().zip(&w8) {
+            let codes = &stored.signed(Side::V, t, fine)[g * len..];
+            sums.iter_mut()
+                .zip(codes)
+                .for_each(|(n, code)| *n += w * code);
+        }
+        for (value, mut n) in value.iter_mut().zip(sums) {
             if half_steps {
                 n = 2 * n - middle(fine) * weights;
             }
@@ -336,25 +328,17 @@ fn integer_values(
     value
 }
 
-/// The dequantized element as the row reads it, without its per-tensor scale; rotated where the scheme is.
-fn dequantized(row: &QueryRow<'_>, reader: &Reader<'_>, side: Side, t: usize, d: usize) -> f32 {
-    let scheme = reader.scheme(side);
-    let dim = row.problem.head_dim.of(side);
-    let g = d / (dim / scheme.groups(dim));
-    let (code, param) = (reader.code(side, t, d), reader.param(side, t, g));
-    match scheme {
-        Scheme::RotatedInt4 { .. } if row.is_fine(scheme, t) => {
-            quant::half_step_value(code, reader.residual(side, t, d), param.scale)
-        }
-        _ => quant::decode(scheme, code, param, 1.0),
-    }
-}
-
 /// Section 8: the base-2 score of one token in f32.
-fn float_score(row: &QueryRow<'_>, reader: &Reader<'_>, t: usize) -> f32 {
+fn float_score(row: &QueryRow<'_>, stored: &Stored<'_>, t: usize) -> f32 {
+    let fine = row.is_fine(stored.reader.scheme(Side::K), t);
     let mut acc = [0.0f32; 16];
-    for (d, x) in row.q.iter().enumerate() {
-        acc[d % 16] += x * dequantized(row, reader, Side::K, t, d);
+    for (d, (x, k)) in row
+        .q
+        .iter()
+        .zip(stored.dequantized(Side::K, t, fine))
+        .enumerate()
+    {
+        acc[d % 16] += x * k;
     }
     reduce(acc)
 }
@@ -374,14 +358,17 @@ fn float_values(
     row: &QueryRow<'_>,
     p: &[f32],
     visible: &[bool],
-    reader: &Reader<'_>,
+    stored: &Stored<'_>,
     tile: Range<usize>,
 ) -> Vec<f32> {
     let mut value = vec![0.0; row.v_dim()];
     for ((t, p), _) in tile.zip(p).zip(visible).filter(|(_, seen)| **seen) {
-        for (d, value) in value.iter_mut().enumerate() {
-            *value += p * dequantized(row, reader, Side::V, t, d);
-        }
+        let fine = row.is_fine(stored.reader.scheme(Side::V), t);
+        let elements = stored.dequantized(Side::V, t, fine);
+        value
+            .iter_mut()
+            .zip(elements)
+            .for_each(|(value, v)| *value += p * v);
     }
     value
 }

@@ -24,8 +24,8 @@
 
 namespace attn {
 
-using std::max;
-using std::min;
+template <class T> static inline T min(T a, T b) { return b < a ? b : a; }
+template <class T> static inline T max(T a, T b) { return a < b ? b : a; }
 static inline u32 min(u32 a, int b) { return a < (u32)b ? a : (u32)b; }
 static inline u32 max(int a, u32 b) { return (u32)a > b ? (u32)a : b; }
 static inline u32 max(u32 a, int b) { return max(b, a); }
@@ -40,8 +40,8 @@ static inline float4 make_float4(float x, float y, float z, float w) { return {x
 
 #define threadIdx (Index{me().thread, 0, 0})
 #define blockIdx (me().cta->index)
-#define blockDim (Index{machine.threads, 1, 1})
-#define gridDim (machine.grid)
+#define blockDim (Index{threads_per_cta, 1, 1})
+#define gridDim (grid)
 
 // ---- numbers ----
 
@@ -79,22 +79,18 @@ DEVICE int lane_id() { return me().thread % 32; }
 DEVICE int warp_id() { return me().thread / 32; }
 DEVICE int opaque(int x) { return x; }
 DEVICE u32 warp_slot() { return me().thread / 32; }
-static inline void __syncthreads() { cta_barrier(0, machine.threads); }
+static inline void __syncthreads() { cta_barrier(0, threads_per_cta); }
 template <int N> DEVICE void barrier_of(int id = 1) { cta_barrier(id, N); }
 template <int N> DEVICE void barrier_arrive_of(int id) { cta_arrive(id, N); }
-// A cluster is a row of the grid.
 DEVICE u32 peer_address(u32 at, u32 rank) { return at | rank << 24; }
 template <class Vector> static inline void peer_send(u32 to, Vector x, u32 barrier) {
     if (to % sizeof(x)) fail("a misaligned store to another CTA");
-    Cta& other = *(me().cta - me().cta->index.x + (to >> 24));
+    Cta& other = peer(to >> 24);
     memcpy(other.shared + (to & 0xffffff), &x, sizeof(x));
-    landed(barrier & 0xffffff, sizeof(x), other);
+    mbarrier_landed(barrier & 0xffffff, sizeof(x), other);
 }
 DEVICE void cluster_arrive() {}
-DEVICE void cluster_wait() {
-    Barrier& barrier = (me().cta - me().cta->index.x)->barriers[16];
-    if (arrives_last(barrier, machine.grid.x * machine.threads)) release(barrier);
-}
+DEVICE void cluster_wait() { cluster_barrier(); }
 static inline void __syncwarp(u32 = ~0u) { warp_op(SYNC, 0); }
 static inline bool __all_sync(u32, bool x) { return warp_op(ALL, x); }
 static inline bool __any_sync(u32, bool x) { return warp_op(ANY, x); }
@@ -146,11 +142,7 @@ DEVICE u32 load_acquire(const u32* at) {
     return *(volatile const u32*)at;
 }
 template <class T> static inline T load_relaxed(const T* at) { return *at; }
-// A spinning warp completes warp barriers, which count as progress, so `yield` cannot find a spin that never ends: spins are limited instead.
-DEVICE void backoff() {
-    if (++machine.spins > 100000000) fail("a word that never comes");
-    yield();
-}
+DEVICE void backoff() { spin(); }
 DEVICE int load_now(const int* at) { return *at; }
 DEVICE void prefetch_line(const void*) {}
 DEVICE void launch_dependents() {}
@@ -247,30 +239,30 @@ template <int BIAS> DEVICE void byte_pairs(u32 x, u32& low, u32& high) {
 
 // ---- barriers and copies to shared memory ----
 
-DEVICE void barrier_init(u32 at, u32 count) { me().cta->mbarriers[at] = {count, count, 0, 0}; }
+DEVICE void barrier_init(u32 at, u32 count) { mbarrier_init(at, count); }
 DEVICE void barrier_init_fence() {}
-DEVICE void barrier_arrive(u32 at) { arrive(at, 0); }
-DEVICE void barrier_expect(u32 at, u32 bytes) { arrive(at, bytes); }
-DEVICE void barrier_expect_more(u32 at, u32 bytes) { mbarrier(at).bytes += bytes; }
+DEVICE void barrier_arrive(u32 at) { mbarrier_arrive(at, 0); }
+DEVICE void barrier_expect(u32 at, u32 bytes) { mbarrier_arrive(at, bytes); }
+DEVICE void barrier_expect_more(u32 at, u32 bytes) { mbarrier_expect_more(at, bytes); }
 DEVICE bool barrier_test(u32 at, u32 parity) {
-    bool done = mbarrier(at).phase != parity;
+    bool done = mbarrier_phase(at) != parity;
     if (!done) yield();
     return done;
 }
-DEVICE void barrier_wait(u32 at, u32 parity) { wait_for_change(mbarrier(at).phase, parity); }
+DEVICE void barrier_wait(u32 at, u32 parity) { wait_for_change(mbarrier_phase(at), parity); }
 static inline void copy(u32 to, const void* from, u32 bytes, u32 align) {
     if (to % align || bytes % align || (u64)from % align) fail("a misaligned copy to shared memory");
     memcpy(me().cta->shared + to, from, bytes);
 }
 DEVICE void copy16_async(u32 to, const void* from) { copy(to, from, 16, 16); }
 DEVICE void copy4_async(u32 to, const void* from) { copy(to, from, 4, 4); }
-DEVICE void copy_async_arrive(u32 at) { arrive(at, 0); }
+DEVICE void copy_async_arrive(u32 at) { mbarrier_arrive(at, 0); }
 DEVICE void copy_async_wait() {}
 constexpr u64 EVICT_FIRST = 0;
 DEVICE void prefetch_bulk(const void*, u32) {}
 DEVICE void copy_bulk(u32 to, const void* from, u32 bytes, u32 at) {
     copy(to, from, bytes, 16);
-    landed(at, bytes);
+    mbarrier_landed(at, bytes);
 }
 DEVICE void fence_async() {}
 DEVICE void copy_box(u32, const void*, int, int, int, int, u32) { fail("tensor maps are not emulated"); }

@@ -1,6 +1,7 @@
 //! Decode: the integer cases of the conformance table and random shapes, to the bit, and float formats in `many_rows.cu`, within bounds.
 
 mod centred;
+mod covering;
 mod inputs;
 mod shapes;
 
@@ -33,6 +34,7 @@ use libtest_mimic::Trial;
 
 use self::{
     centred::{Centred, centred_shapes},
+    covering::covering,
     inputs::{Inputs, aligned},
     shapes::{chosen, short_ones, wide_rows},
 };
@@ -384,10 +386,7 @@ impl Job {
             // SAFETY: its kernel takes a DequantizeParams; it reads what decode kernels do, and writes to the workspace.
             unsafe { kernels.run_as(self.arch, &pages.instance, &made, ctas, threads) }?;
         }
-        let instance = match &inputs.centres {
-            Some(_) => plan.instance.with_centres(),
-            None => plan.instance,
-        };
+        let instance = self.instance();
         let (grid, threads) = (plan.launch.grid, plan.launch.threads);
         for params in plan.launches(params) {
             // SAFETY: decode kernels take a DecodeParams, whose addresses are those of memory that lives until the end of this
@@ -463,6 +462,28 @@ impl Shapes {
         Ok(())
     }
 
+    /// Shapes that are chosen for a kernel's own edges.
+    fn add_chosen(&mut self) -> Result<()> {
+        for case in chosen() {
+            self.jobs.extend(without_copy_engine(&case)?);
+            self.add(case)?;
+        }
+        for case in wide_rows() {
+            let layout = KvLayout::Pages(case.page_size);
+            self.add_many_rows(&case, layout, PlanKind::Known)?;
+            if case.problem.max_q_len() > 1 {
+                self.add_many_rows(&case, layout, PlanKind::Ragged)?;
+            }
+        }
+        for case in short_ones() {
+            for kernel in [KernelChoice::SplitKv(None), KernelChoice::LowLatencyGlobal] {
+                self.jobs
+                    .push(Job::of_long_plan(case.clone(), prefers(kernel))?);
+            }
+        }
+        self.add_centred(centred_shapes())
+    }
+
     /// By `many_rows.cu` alone, where it covers the shape.
     fn add_many_rows(&mut self, case: &Case, layout: KvLayout, kind: PlanKind) -> Result<()> {
         let preferences = prefers(KernelChoice::ManyRows);
@@ -494,35 +515,39 @@ fn without_copy_engine(case: &Case) -> Result<Vec<Job>> {
     Ok(many_rows.into_iter().chain(made).collect())
 }
 
-/// A test for each kernel of each shape: the conformance table's, the chosen ones, and `count` random ones from `seed` on.
-pub fn trials(kernels: &Arc<Kernels>, size: Size, count: u64, seed: u64) -> Result<Vec<Trial>> {
+/// A test for each kernel of each shape: the chosen ones, the conformance table's, and `count` random ones from `seed` on. Without a size, of the
+/// reduced table's kernels and of random shapes' those that [`covering`] chooses.
+pub fn trials(
+    kernels: &Arc<Kernels>,
+    size: Option<Size>,
+    count: u64,
+    seed: u64,
+) -> Result<Vec<Trial>> {
     let mut shapes = Shapes {
         jobs: Vec::new(),
         left: 0,
         views: 0,
     };
     let random = (seed..seed + count).map(random);
-    for case in table(size).into_iter().chain(chosen()).chain(random) {
+    for case in table(size.unwrap_or(Size::Reduced))
+        .into_iter()
+        .chain(random)
+    {
         shapes.add(case)?;
     }
-    for case in chosen() {
-        shapes.jobs.extend(without_copy_engine(&case)?);
-    }
-    for case in wide_rows() {
-        let layout = KvLayout::Pages(case.page_size);
-        shapes.add_many_rows(&case, layout, PlanKind::Known)?;
-        if case.problem.max_q_len() > 1 {
-            shapes.add_many_rows(&case, layout, PlanKind::Ragged)?;
+    let of_table = std::mem::take(&mut shapes.jobs);
+    shapes.add_chosen()?;
+    let jobs = match size {
+        Some(_) => of_table,
+        None => {
+            let (jobs, left) = covering(of_table, &shapes.jobs);
+            println!(
+                "decode: {left} kernels whose options meet in others are left to ATTN_TABLE=reduced"
+            );
+            jobs
         }
-    }
-    for case in short_ones() {
-        for kernel in [KernelChoice::SplitKv(None), KernelChoice::LowLatencyGlobal] {
-            shapes
-                .jobs
-                .push(Job::of_long_plan(case.clone(), prefers(kernel))?);
-        }
-    }
-    shapes.add_centred(centred_shapes())?;
+    };
+    shapes.jobs.extend(jobs);
     println!(
         "decode: {} shapes of floats, too large to emulate or without a kernel, are left to GPUs",
         shapes.left

@@ -7,7 +7,7 @@ use attn_core::{HeadDim, KvFormat};
 use attn_kernels::cuda::{Arch, Instance, Kernel, KernelConfig, KvLayout};
 use libtest_mimic::Trial;
 
-use super::{HEADER, Kernels, compiled, compiler};
+use super::{HEADER, Kernels, OPTIMIZATION, compiled, compiler};
 
 pub fn trials(kernels: &Arc<Kernels>) -> Vec<Trial> {
     let files = attn_kernels::CUDA.iter().map(|(name, _)| *name);
@@ -23,10 +23,10 @@ pub fn trials(kernels: &Arc<Kernels>) -> Vec<Trial> {
 
 /// A header without a kernel around it, with the macros of an instance that could include it.
 fn compile(kernels: &Kernels, header: &str) -> Result<()> {
-    kernels.compile_header().map_err(|error| anyhow!(error))?;
+    kernels.compile_machine().map_err(|error| anyhow!(error))?;
     let sources = kernels.sources.path();
     let options = instance_with(header).options(Arch::Sm90a);
-    let mut compiler = compiler();
+    let mut compiler = compiler(OPTIMIZATION);
     compiler
         .args(["-fsyntax-only", "-D__CUDA_ARCH__=900", "-I"])
         .arg(sources)
