@@ -116,14 +116,14 @@ fn step(
     let scales = cache.config().v_tensor_scales.clone();
     let outputs = (&mut merged[..], &mut merged_lse[..]);
     SpanStates::finish(&[states], problem, case.format, &scales, outputs).unwrap();
-    // Floats on a GPU are merged in another order there.
+    // Floats on a GPU are merged in another order there, and one of its kernels has weights of bf16.
     let is_exact = case.format.is_integer() || backend.device().backend == "cpu";
-    for (what, found, expected) in [
-        ("out of spans", &merged, &out),
-        ("lse of spans", &merged_lse, &lse),
+    for (what, found, expected, far) in [
+        ("out of spans", &merged, &out, 1e-2),
+        ("lse of spans", &merged_lse, &lse, 1e-5),
     ] {
         let difference = first_difference(what, found, expected).filter(|_| {
-            let is_near = |a: f32, b: f32| a == b || (a - b).abs() <= 1e-5 * b.abs().max(1.0);
+            let is_near = |a: f32, b: f32| a == b || (a - b).abs() <= far * b.abs().max(1.0);
             let mut pairs = found.iter().zip(expected);
             is_exact || pairs.any(|(a, b)| !is_near(*a, *b))
         });

@@ -79,7 +79,7 @@ def test_a_pool_begins_at_any_multiple_of_16_bytes(rng, format, q_len, offset):
 def test_pages_beyond_4_gib_are_pages_like_others(rng, format, q_len):
     import attn.torch
 
-    plan = plan_of(format, [q_len] * 2, page_size=16)
+    plan = plan_of(format, [q_len] * 2, page_size=16, max_kv_len=112)
     last = (5 << 30) // plan.page_bytes
     pool, small = torch.empty(last + 1, plan.page_bytes, dtype=torch.uint8, device="cuda"), plan.new_pool(14)
     far = [last, 0, (1 << 32) // plan.page_bytes, (1 << 31) // plan.page_bytes, 70_000, *range(last - 9, last)]

@@ -42,8 +42,8 @@ def on_ranks(ranks, work, folder, *arguments, backend="gloo"):
         for process in processes:
             process.join(30)
             process.kill()
-    for rank in range(ranks):
-        assert not isinstance(found[rank], str), found[rank]
+    errors = [f"rank {rank}: {found[rank]}" for rank in range(ranks) if isinstance(found[rank], str)]
+    assert not errors, "\n".join(errors)
     return [found[rank] for rank in range(ranks)]
 
 
@@ -56,6 +56,8 @@ def _run(rank, ranks, file, queue, work, arguments, backend):
             torch.cuda.set_device(rank)
         dist.init_process_group(backend, init_method=f"file://{file}", rank=rank, world_size=ranks)
         queue.put((rank, work(rank, *arguments)))
+        # Whoever leaves first closes connections that others may still read from.
+        dist.barrier()
         dist.destroy_process_group()
     except BaseException:
         queue.put((rank, traceback.format_exc()))

@@ -69,8 +69,8 @@ def test_padded_rows_are_what_they_are_alone(device):
         assert cache.get_seq_length() == 40 and sorted(cache.layers[0].cache.lens) == [7, 23, 40]
         for row, p in enumerate(prompts):
             alone = ours(p[None], **given(QuantizedCache(config))).logits[0]
-            # The rest is torch's products, whose bits depend on the batch.
-            assert (batch[row, -len(p) :] - alone).abs().max() < 1e-3 * alone.std()
+            # The rest is torch's products, whose bits depend on the batch: on a GPU so many that codes of keys and values do, too.
+            assert (batch[row, -len(p) :] - alone).abs().max() < {"cpu": 1e-3, "cuda": 5e-2}[device] * alone.std()
 
 
 @pytest.mark.parametrize("kind", KINDS)
