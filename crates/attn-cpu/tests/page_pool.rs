@@ -164,6 +164,56 @@ fn a_pool_has_the_bytes_and_the_bits_of_a_cache() {
     }
 }
 
+/// Kills a page of several heads that is not as many pages of one, one behind the other.
+#[test]
+fn pages_chosen_for_each_kv_head_have_the_bits_of_these_pages_alone() {
+    let backend = CpuBackend::new();
+    for (name, page_size) in FORMATS.into_iter().zip([16, 32, 64, 128].repeat(3)) {
+        let both = Both::new(&backend, name, page_size, &[300, 17]);
+        let head = PageLayout::new(format(name), HEADS.dim, page_size, 1).unwrap();
+        let each = both.table.len() / 2;
+        // All pages in another order for one head, and the first and the last for the other.
+        let last = 299 / page_size;
+        let chosen: [Vec<usize>; 2] = [(0..last).rev().chain([last]).collect(), vec![0, last]];
+        let tail = 300 - last * page_size;
+        let lens: Vec<usize> = chosen
+            .iter()
+            .map(|pages| (pages.len() - 1) * page_size + tail)
+            .collect();
+        let mut table = vec![u32::MAX; 2 * each];
+        let mut alone = Vec::new();
+        for (g, pages) in chosen.iter().enumerate() {
+            for (i, &page) in pages.iter().enumerate() {
+                let at = both.table[page] as usize * HEADS.kv + g;
+                table[g * each + i] = at as u32;
+                let bytes = head.page_bytes();
+                alone.extend_from_slice(&both.pool[at * bytes..][..bytes]);
+            }
+        }
+        let numbers: Vec<u32> = (0..2 * each as u32)
+            .map(|i| match i as usize / each {
+                0 => i,
+                _ => i - each as u32 + chosen[0].len() as u32,
+            })
+            .collect();
+        let heads = Heads {
+            q: HEADS.q / HEADS.kv,
+            kv: 1,
+            dim: HEADS.dim,
+        };
+        let problem = Problem::new(heads, lens.clone());
+        let [given, wanted] = [(&both.pool, &table), (&alone, &numbers)].map(|(pool, table)| {
+            let pool = PagePool::new(&head, pool, table, &lens).unwrap();
+            both.attend(&backend, &problem, KvSource::Pool(&pool))
+        });
+        assert!(given == wanted, "{name}, pages of {page_size}");
+        // What is left out counts.
+        let whole = Problem::new(HEADS, both.lens.clone());
+        let whole = both.attend(&backend, &whole, KvSource::Cache(&both.cache));
+        assert!(given.0 != whole.0[..given.0.len()], "{name}");
+    }
+}
+
 /// Kills an append that looks at tokens without a slot, and one that writes them.
 #[test]
 fn tokens_without_a_slot_may_be_anything_and_go_nowhere() {

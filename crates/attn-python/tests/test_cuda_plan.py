@@ -100,6 +100,36 @@ def test_pages_beyond_4_gib_are_pages_like_others(rng, format, q_len):
     assert torch.equal(pool[last - 20], small[0])
 
 
+@pytest.mark.parametrize("format", ["int8", "int8/int4-w0", "int4-g1", "bf16"])
+@pytest.mark.parametrize("heads", [8, 32])
+def test_pages_chosen_for_each_kv_head_have_the_bits_of_these_pages_alone(rng, format, heads):
+    """As a block-sparse selector chooses them: 16 pages of 128 tokens for each KV head, the newest among them."""
+    lens, blocks = [6000, 2048, 700], 47
+    plan = plan_of(format, [1] * 3, heads=heads, page_size=128, max_kv_len=128 * blocks)
+    of_heads = plan_of(format, [1] * 6, heads=heads // 2, kv_heads=1, page_size=128, max_kv_len=128 * 16)
+    pool, table = plan.new_pool(3 * blocks), torch.randperm(3 * blocks, dtype=torch.int32).view(3, blocks)
+    position, sequence = torch.cat([torch.arange(n) for n in lens]), torch.repeat_interleave(torch.arange(3), torch.tensor(lens))
+    k, v, q = (on_gpu(rows(rng, n, h, 128)) for n, h in ((sum(lens), 2), (sum(lens), 2), (3, heads)))
+    plan.append_slots(k, v, pool, (table[sequence, position // 128].long() * 128 + position % 128).cuda())
+    chosen = [torch.cat([torch.randperm((n - 1) // 128)[:15].sort().values, torch.tensor([(n - 1) // 128])]) for n in lens for _ in range(2)]
+    # Another pool has only them, in pages of one head.
+    alone, numbers = of_heads.new_pool(6 * 16), torch.arange(6 * 16, dtype=torch.int32).view(6, 16)
+    selected, selected_lens = torch.zeros(3, 2, 16, dtype=torch.int32), []
+    for i, pages in enumerate(chosen):
+        n, head = lens[i // 2], i % 2
+        selected[i // 2, head, : len(pages)] = table[i // 2, pages]
+        tokens = (pages[:, None] * 128 + torch.arange(128)).flatten()
+        tokens = tokens[tokens < n]
+        selected_lens.append(len(tokens))
+        at, slots = (tokens + sum(lens[: i // 2])).cuda(), torch.arange(len(tokens)).cuda() + 16 * 128 * i
+        of_heads.append_slots(k[at, head : head + 1].contiguous(), v[at, head : head + 1].contiguous(), alone, slots)
+    selected_lens = torch.tensor(selected_lens, dtype=torch.int32, device="cuda")
+    q = q.view(6, heads // 2, 128)
+    given = of_heads.attend(q, pool, (selected * 2 + torch.arange(2, dtype=torch.int32)[:, None]).view(6, 16).cuda(), selected_lens)
+    wanted = of_heads.attend(q, alone, numbers.cuda(), selected_lens)
+    assert all(torch.equal(a, b) for a, b in zip(given, wanted)) and given[0].abs().max() > 0
+
+
 def test_slots_and_ragged_queries(rng):
     q_lens, lens = [1, 70, 5], [40, 100, 5]
     plan = plan_of("int8", q_lens, softcap=30.0, sinks=[0.5] * 8)

@@ -40,6 +40,37 @@ def test_they_have_the_bits_of_a_cache(format, page_size, dtype):
         assert pages.attend(q, pool.reshape(-1), table, lens, q_lens=q_lens, out=out, **options) is out and np.array_equal(out, wanted)
 
 
+@pytest.mark.parametrize("format, page_size", [("int8", 128), ("int8/int4-w0", 64), ("int4-g1", 16), ("bf16", 32)])
+def test_pages_chosen_for_each_kv_head_have_the_bits_of_these_pages_alone(format, page_size):
+    """As a block-sparse selector chooses them: a page of all KV heads is a page of one for each, one behind the other."""
+    pages, pool, table, lens, _ = two_sequences(format, page_size)
+    of_head = attn.HostPages(format, kv_heads=1, dim=DIM, page_size=page_size)
+    assert of_head.page_bytes * KV_HEADS == pages.page_bytes
+    k, v, q = rows(2, sum(lens), KV_HEADS), rows(3, sum(lens), KV_HEADS), rows(4, 2, HEADS)
+    random, most, chosen = np.random.default_rng(5), table.shape[1], []
+    for sequence, tokens in enumerate(lens):
+        for _ in range(KV_HEADS):
+            behind = (tokens - 1) // page_size
+            chosen.append([*sorted(random.permutation(behind)[: max(behind // 2, 1)]), behind])
+    selected, selected_lens = np.zeros((2, KV_HEADS, most), np.int32), np.zeros((2, KV_HEADS), np.int32)
+    wanted = []
+    for i, blocks in enumerate(chosen):
+        sequence, head = divmod(i, KV_HEADS)
+        selected[sequence, head, : len(blocks)] = table[sequence, blocks]
+        tokens = [t for block in blocks for t in range(block * page_size, min((block + 1) * page_size, lens[sequence]))]
+        selected_lens[sequence, head] = len(tokens)
+        at = sum(lens[:sequence]) + np.array(tokens)
+        bare = {} if format in ("int4-g1", "bf16") else {"centres": False}
+        alone = attn.Cache(format, heads=1, dim=DIM, max_tokens=128, sequences=1, page_size=page_size, device="cpu", **bare)
+        alone.append(k[at, head : head + 1], v[at, head : head + 1], sequences=[0], tokens=[len(tokens)])
+        group = slice(head * HEADS // KV_HEADS, (head + 1) * HEADS // KV_HEADS)
+        wanted.append(alone.attend(q[sequence : sequence + 1, group], sequences=[0], q_lens=[1]))
+    assert len({tuple(blocks) for blocks in chosen}) > 2
+    table_of_heads = (selected * KV_HEADS + np.arange(KV_HEADS, dtype=np.int32)[:, None]).reshape(2 * KV_HEADS, most)
+    given = of_head.attend(q.reshape(2 * KV_HEADS, HEADS // KV_HEADS, DIM), pool, table_of_heads, selected_lens.ravel().tolist())
+    assert np.array_equal(given, np.concatenate(wanted))
+
+
 @pytest.mark.parametrize("format", ["int8", "int8/int4-w0", "int4-g1", "bf16"])
 def test_pages_beyond_4_gib_are_pages_like_others(format):
     """Bytes, elements and numbers of pages beyond 32, 31 and 16 bits; the system gives memory to the pages that are touched alone."""
