@@ -11,12 +11,12 @@ def rows(seed, tokens, heads, dtype=np.float32):
     return np.random.default_rng(seed).standard_normal((tokens, heads, DIM)).astype(dtype)
 
 
-def two_sequences(format, page_size, dtype=np.float32):
-    """Sequences of 90 and 17 tokens in a pool and in a cache: (pages, pool, table, lens, cache)."""
+def two_sequences(format, page_size, dtype=np.float32, lens=(90, 17)):
+    """Sequences in a pool and in a cache, the longer one first: (pages, pool, table, lens, cache)."""
     pages = attn.HostPages(format, kv_heads=KV_HEADS, dim=DIM, page_size=page_size)
     bare = {} if format in ("int4-g1", "bf16") else {"centres": False}
-    cache = attn.Cache(format, heads=KV_HEADS, dim=DIM, max_tokens=128, sequences=2, page_size=page_size, device="cpu", **bare)
-    lens, each = [90, 17], -(-90 // page_size)
+    cache = attn.Cache(format, heads=KV_HEADS, dim=DIM, max_tokens=640, sequences=2, page_size=page_size, device="cpu", **bare)
+    lens, each = list(lens), -(-lens[0] // page_size)
     table = np.random.default_rng(1).permutation(2 * each).astype(np.int32).reshape(2, each)
     slots = np.array([int(table[s, t // page_size]) * page_size + t % page_size for s in (0, 1) for t in range(lens[s])])
     k, v = rows(2, sum(lens), KV_HEADS, dtype), rows(3, sum(lens), KV_HEADS, dtype)
@@ -43,7 +43,7 @@ def test_they_have_the_bits_of_a_cache(format, page_size, dtype):
 @pytest.mark.parametrize("format, page_size", [("int8", 128), ("int8/int4-w0", 64), ("int4-g1", 16), ("bf16", 32)])
 def test_pages_chosen_for_each_kv_head_have_the_bits_of_these_pages_alone(format, page_size):
     """As a block-sparse selector chooses them: a page of all KV heads is a page of one for each, one behind the other."""
-    pages, pool, table, lens, _ = two_sequences(format, page_size)
+    pages, pool, table, lens, _ = two_sequences(format, page_size, lens=(600, 530))
     of_head = attn.HostPages(format, kv_heads=1, dim=DIM, page_size=page_size)
     assert of_head.page_bytes * KV_HEADS == pages.page_bytes
     k, v, q = rows(2, sum(lens), KV_HEADS), rows(3, sum(lens), KV_HEADS), rows(4, 2, HEADS)
@@ -61,7 +61,7 @@ def test_pages_chosen_for_each_kv_head_have_the_bits_of_these_pages_alone(format
         selected_lens[sequence, head] = len(tokens)
         at = sum(lens[:sequence]) + np.array(tokens)
         bare = {} if format in ("int4-g1", "bf16") else {"centres": False}
-        alone = attn.Cache(format, heads=1, dim=DIM, max_tokens=128, sequences=1, page_size=page_size, device="cpu", **bare)
+        alone = attn.Cache(format, heads=1, dim=DIM, max_tokens=640, sequences=1, page_size=page_size, device="cpu", **bare)
         alone.append(k[at, head : head + 1], v[at, head : head + 1], sequences=[0], tokens=[len(tokens)])
         group = slice(head * HEADS // KV_HEADS, (head + 1) * HEADS // KV_HEADS)
         wanted.append(alone.attend(q[sequence : sequence + 1, group], sequences=[0], q_lens=[1]))
