@@ -292,6 +292,8 @@ class CacheAttention:
     def __init__(self, rank: Rank, shape: Shape, layers: int, format: str, batch: int, context: int, share: Share) -> None:
         self.batch, self.share, self.is_newest, tokens = batch, share, share.has_newest(context), len(share.tokens)
         options = dict(heads=share.kv_heads.stop - share.kv_heads.start, dim=shape.dim, max_tokens=tokens, layers=layers, device="cpu")
+        # As the pools on GPUs have none.
+        options["centres"] = False
         self.cache = attn.Cache(format, sequences=batch, **options)
         before = tokens - self.is_newest
         k, v = (x[:before] for x in share.rows(shape, context, rank.device))

@@ -182,6 +182,10 @@ def _own_heads(rank, ranks):
     found = {}
     for format in FORMATS:
         cache = attn.Cache(format, **_options(format))
+        if first and cache.centres:
+            first_tile = attn.Cache(format, **_options(format))
+            first_tile.append(k[:64], v[:64])
+            cache.begin_shard(0, first, first_tile.shard_centres(0))
         cache.append(k[first:last], v[first:last])
         states = cache.attend_spans(q[-3:], tokens_before=[first], tokens_after=[TOKENS - max(first, last)], spans=2)
         scales = _options(format).get("v_scales")
