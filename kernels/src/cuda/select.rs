@@ -161,7 +161,7 @@ impl Shape {
             return self.wide_rows(shared_limit);
         }
         let KvFormat { k, v } = self.format;
-        let dim = self.head_dim.one()?;
+        let HeadDim { k: dim, v: v_dim } = self.head_dim;
         let has_one_scale = |scheme: Scheme| scheme.groups(dim) == 1;
         let is_covered = match self.format.is_integer() {
             true => k.code_bits() == v.code_bits() && has_one_scale(k) && has_one_scale(v),
@@ -170,15 +170,15 @@ impl Shape {
         // Products of bytes have V along the tokens, as rows have not. Of many dims, registers suffice for 16-bit floats, and shared memory for a ring of both warpgroups'.
         let is_16_bit = k.code_bits() == 16;
         let has_many_dims = dim > 128;
-        let has_copy_engine = shared_limit >= BULK_SHARED;
         let row_warps = match self.rows {
-            0..=64 if has_copy_engine || !has_many_dims => 1,
+            0..=64 if !has_many_dims => 1,
             _ => WARPGROUPS,
         };
-        let has_dims = match dim {
-            64 | 96 | 128 => true,
-            80 => is_16_bit,
-            192 | 256 => is_16_bit && row_warps == WARPGROUPS,
+        let has_dims = match (dim, v_dim) {
+            (64 | 96 | 128, _) if v_dim == dim => true,
+            (80, 80) | (192 | 256, _) if v_dim == dim => is_16_bit,
+            // Of pages alone: the copy engine has rows of both sides by one swizzle.
+            (192 | 256, 64..) => is_16_bit && v_dim < dim && !self.layout.is_rows(),
             _ => false,
         };
         // Few rows, too, where nothing else fits.
@@ -312,6 +312,13 @@ pub fn many_rows(
         _ if limits.shared_limit < BULK_SHARED => 8,
         _ => 24,
     };
+    // Of many dims `split_kv.cu` has 8 or 16 floats' rows in a block, and reads the cache for each: on an H200 32 rows of 192/128 in bf16 175 µs, where 8 take 44.
+    let few = match shape.split_kv(limits.shared_limit) {
+        Some(config) if !format.is_integer() && problem.head_dim.max() > 128 => {
+            few.min(config.rows())
+        }
+        _ => few,
+    };
     let are_many = match has_wide_rows(format, problem.head_dim) {
         true => shape
             .wide_us(problem, limits)
@@ -381,7 +388,9 @@ pub(crate) fn dequantized_as(
     let are_exact = [format.k, format.v]
         .iter()
         .all(|side| matches!(side, Scheme::Fp8E4m3 | Scheme::F16));
-    let becomes_f16 = !is_16_bit && (are_exact || problem.may_use_floats(format));
+    // What is written has as many dims of V as of K.
+    let has_one_dim = problem.head_dim.one().is_some();
+    let becomes_f16 = !is_16_bit && has_one_dim && (are_exact || problem.may_use_floats(format));
     let as_it_is = match layout {
         // Small pages take many copies to a tile.
         KvLayout::Pages(tokens) => tokens < DEQUANTIZED_PAGE,

@@ -167,9 +167,9 @@ struct FloatTiles : Warpgroup {
         if (IN_ROWS) tokens = (tokens + TILE - 1) / TILE * TILE;
         if (tokens >= TILES * TILE) return;
 #pragma unroll 1
-        for (int i = threadIdx.x % 128; i < TILES * K_DIM / 8 * TILE; i += 128) {
-            int t = i / (K_DIM / 8 * TILE);
-            if (t * TILE + i % TILE >= tokens) sts128(values + i * 16 + t * (2 * SIDE_BYTES - TILE * K_DIM * 2), {0.0f, 0.0f, 0.0f, 0.0f});
+        for (int i = threadIdx.x % 128; i < TILES * V_DIM / 8 * TILE; i += 128) {
+            int t = i / (V_DIM / 8 * TILE);
+            if (t * TILE + i % TILE >= tokens) sts128(values + i * 16 + t * (2 * SIDE_BYTES - TILE * V_DIM * 2), {0.0f, 0.0f, 0.0f, 0.0f});
         }
         fence_async();
         barrier_of<128>(WARPGROUP_BARRIER + warpgroup);

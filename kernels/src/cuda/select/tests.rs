@@ -244,6 +244,33 @@ fn a_formats_rows_alone_say_from_when_on_they_are_many() {
     }
 }
 
+/// Kills a choice by `split_kv.cu`, which takes three to ten times as long.
+#[test]
+fn floats_of_many_and_of_unlike_dims_have_many_rows() {
+    let takes = |format: &str, rows, dim: (usize, usize), layout| {
+        let heads = Heads::new(rows, 1, HeadDim::from(dim));
+        let problem = Problem::new(heads, [8192]);
+        let format = format.parse().unwrap();
+        many_rows(&problem, format, layout, LIMITS, &Preferences::default()).map(|c| c.row_warps)
+    };
+    let pages = KvLayout::Pages(64);
+    for format in ["bf16", "f16"] {
+        // Those that `split_kv.cu` reads the cache for once.
+        for (dim, few) in [((192, 128), 8), ((192, 192), 8), ((256, 256), 16)] {
+            assert_eq!(takes(format, few, dim, pages), None, "{dim:?}");
+            assert_eq!(takes(format, few + 1, dim, pages), Some(2), "{dim:?}");
+            assert_eq!(takes(format, 128, dim, pages), Some(2), "{dim:?}");
+        }
+        for dim in [(128, 192), (128, 64), (576, 512), (512, 512)] {
+            assert_eq!(takes(format, 128, dim, pages), None, "{dim:?}");
+        }
+        // The copy engine has rows of both sides by one swizzle.
+        assert_eq!(takes(format, 128, (192, 128), KvLayout::Rows), None);
+        assert_eq!(takes(format, 128, (192, 192), KvLayout::Rows), Some(2));
+    }
+    assert_eq!(takes("fp8", 128, (192, 128), pages), None);
+}
+
 #[test]
 fn few_rows_of_bytes_are_many_where_teams_have_a_span_each() {
     let takes = |format: &str, rows, batch: usize| {

@@ -230,6 +230,26 @@ fn many_rows() -> Vec<Case> {
     ] {
         all.push(case(heads, dim, kv_lens, q_lens, format));
     }
+    // Values of fewer dims than keys, in pages that are attended as they are and in smaller ones; few rows, which one warpgroup has.
+    for (page_size, heads, dim, kv_lens, q_lens, format) in [
+        (
+            64,
+            [4, 1],
+            (192, 128),
+            &[200, 70, 0][..],
+            &[40, 3, 1][..],
+            "bf16",
+        ),
+        (128, [12, 1], (192, 128), &[1100, 65], &[3, 1], "f16"),
+        (32, [4, 1], (256, 64), &[130, 70], &[20, 3], "bf16"),
+        (64, [48, 1], (256, 256), &[300], &[1], "f16"),
+    ] {
+        let format = format.parse().expect("a format's name");
+        let mut unlike = Case::new(heads, HeadDim::from(dim), kv_lens, format);
+        unlike.problem.q_lens = q_lens.to_vec();
+        (unlike.build, unlike.page_size) = (Build::AtOnce, page_size);
+        all.push(unlike);
+    }
     // Few rows, which an A100 has no other kernel for.
     all.push(case([8, 1], 256, &[300, 65, 0], &[1, 1, 1], "bf16"));
     // Rows of other engines, by every swizzle.
