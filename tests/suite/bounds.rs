@@ -31,7 +31,7 @@ fn off(backend: &'static str, out: f64, lse: f64) -> FakeBackend {
 #[case::bf16_of_another_backend("bf16", "theirs", 4e-3, 4e-3)]
 #[case::bf16_k_of_another_backend("bf16/f16", "theirs", 4e-3, 4e-3)]
 #[case::bf16_v_of_another_backend("f16/bf16", "theirs", 4e-3, 4e-3)]
-fn a_fault_that_the_reference_shares_is_noticed_beyond_the_bound_and_no_sooner(
+fn a_shared_fault_is_noticed_beyond_the_bound_alone(
     #[case] format: &str,
     #[case] backend: &'static str,
     #[case] out: f64,

@@ -66,7 +66,7 @@ fn error(format: KvFormat, centres: bool, norm: f32, scores: &ScoreModifiers) ->
 
 /// The norm is that of the biases of K of Qwen2-7B. Kills scores that lose a centre, or that have only one, beside soft cap and sinks, too.
 #[rstest]
-fn a_constant_of_norm_605_costs_nothing(
+fn a_constant_of_norm_605_is_free(
     #[values("int8", "int8/int4", "int4")] format: &str,
     #[values((None, false), (Some(50.0), false), (None, true), (Some(50.0), true))]
     (softcap, has_sinks): (Option<f32>, bool),

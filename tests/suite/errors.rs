@@ -336,7 +336,7 @@ fn last_row(strides: [usize; 3]) -> usize {
 #[case::infinite("int8-g32", 0x7c00, None)]
 #[case::nan("int8-plain", 0x7e00, None)]
 #[case::largest("int8-plain", 0x7bff, Some(()))]
-fn scales_of_views_are_finite_and_not_negative(
+fn scales_of_views_are_no_nan_or_negative(
     #[case] format: &str,
     #[case] bits: u16,
     #[case] allowed: Option<()>,

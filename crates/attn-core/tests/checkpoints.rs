@@ -65,7 +65,7 @@ fn assert_owned(cache: &KvCache) {
 
 /// Kills pages of a window that are not kept, pages kept too long, and a table that a truncation leaves without them.
 #[rstest]
-fn a_sequence_goes_back_to_its_checkpoints_as_a_run_that_was_never_longer(
+fn goes_back_to_checkpoints(
     #[values("int4", "int8/int4", "int4-r2-w4", "int4-w4/int4", "int4/int8")] format: &str,
     #[values(16, 64, 128)] page_size: usize,
     #[values(128, 384, 640)] every: usize,

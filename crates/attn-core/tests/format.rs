@@ -194,8 +194,9 @@ fn first_page(page_size: usize, len: usize, residuals: usize) -> usize {
     pages - (residuals - first)
 }
 
+/// Whatever drafts are taken back, the residuals that an image has are there.
 #[rstest]
-fn whatever_drafts_are_taken_back_the_residuals_that_an_image_has_are_there(
+fn an_images_residuals_are_there_whatever_goes_back(
     #[values("int4", "int8/int4-w4", "int4-r2-w4/int4")] name: &str,
     #[values(16, 32, 64, 128)] page_size: usize,
 ) {

@@ -53,8 +53,9 @@ fn refusal(bytes: &[u8]) -> Error {
     SequenceImage::from_bytes(bytes).unwrap_err()
 }
 
+/// And says what they are.
 #[rstest]
-fn an_image_gives_the_same_pages_in_another_cache_and_says_what_they_are(
+fn an_image_gives_another_cache_the_same_pages(
     #[values(
         "int8",
         "int4",

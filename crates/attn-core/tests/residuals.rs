@@ -196,8 +196,9 @@ fn residual_pages_are_those_of_the_first_and_the_last_home_pages(
     }
 }
 
+/// A pool of the pages of one length takes that many tokens, however they come.
 #[rstest]
-fn a_pool_of_the_pages_of_one_length_takes_that_many_tokens_however_they_come(
+fn a_pool_takes_as_many_tokens_as_promised(
     #[values("int4", "int4-w4/int8", "int8")] format: &str,
     #[values(16, 64, 128)] page_size: usize,
     #[values(1, 16, 65, 128, 300, 1000)] step: usize,
@@ -292,12 +293,13 @@ fn shared_residual_pages_are_not_recycled() {
     assert!(cache.read_back(0).unwrap() == alone("int4", 64, 1, 448));
 }
 
+/// Forks share all pages, and copy the open ones when either of them appends.
 #[rstest]
 #[case(1)]
 #[case(58)]
 #[case(200)]
 #[case(1000)]
-fn forks_share_all_pages_and_copy_the_open_ones_when_either_appends(
+fn forks_copy_open_pages(
     #[case] more: usize,
     #[values("int4", "int8/int4", "int4-w4/int4", "int8")] format: &str,
     #[values(16, 64, 128)] page_size: usize,

@@ -73,8 +73,9 @@ fn tokens_taken_back_leave_a_straight_runs_bytes(
     assert_eq!((cache.free_pages(), used > 0), (64, true));
 }
 
+/// Of a sequence that only grew.
 #[rstest]
-fn sixty_four_tokens_of_a_sequence_that_only_grew_can_be_taken_back(
+fn sixty_four_tokens_can_be_taken_back(
     #[values("int4", "int8/int4", "int4-r2-w4")] format: &str,
     #[values(16, 64, 128)] page_size: usize,
     #[values(1, 40, 64)] at_once: usize,
@@ -101,8 +102,9 @@ fn sixty_four_tokens_of_a_sequence_that_only_grew_can_be_taken_back(
     }
 }
 
+/// The fewest tokens that can be kept, and the most queries.
 #[rstest]
-fn a_refusal_names_the_fewest_tokens_that_can_be_kept_and_the_most_queries(
+fn a_refusal_names_what_can_be_kept(
     #[values("int4", "int8/int4", "int4-w4", "int8")] format: &str,
     #[values(16, 64, 128)] page_size: usize,
     #[values(0, 250)] dropped: usize,
@@ -156,7 +158,7 @@ fn a_refusal_names_the_fewest_tokens_that_can_be_kept_and_the_most_queries(
 /// Rounds of drafts of which any number is right, in formats with a window: the image is a straight run's after each, and a restored one goes back by 64
 /// tokens, as a straight run does.
 #[rstest]
-fn images_after_rounds_of_drafts_are_a_straight_runs(
+fn rounds_of_drafts_leave_a_straight_run(
     #[values("int4", "int8/int4", "int4-r2-w4", "int4-w4/int4", "int4/int8")] format: &str,
     #[values(16, 32, 64, 128)] page_size: usize,
     #[values(64, 150)] max_q_len: usize,
@@ -273,7 +275,7 @@ fn what_the_residuals_do_not_reach_is_refused_and_nothing_changes() {
 /// However far it grew, a sequence goes back to its first tile, and goes on as one that was never longer. Kills a truncation that keeps residual pages of the
 /// tokens that went, or drops those of the first tile.
 #[rstest]
-fn a_sequence_goes_back_to_its_first_tile_from_any_length(
+fn goes_back_to_its_first_tile_from_any_length(
     #[values("int4", "int8/int4-w4", "int4-r2/int8")] format: &str,
     #[values(16, 32, 64, 128)] page_size: usize,
     #[values(1, 17, 63, 64)] len: usize,

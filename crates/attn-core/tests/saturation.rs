@@ -107,7 +107,7 @@ fn counted(scheme: Scheme, scales: &[f32], x: &[f32]) -> u64 {
 }
 
 #[rstest]
-fn every_number_beyond_the_range_of_its_head_and_layer_counts_once(
+fn every_number_beyond_its_range_counts_once(
     #[values("fp8", "int8-tensor", "f16", "fp8/int8-tensor", "int8/fp8", "f16/int4")] format: &str,
     #[values(1, 3)] layers: usize,
 ) {

@@ -13,8 +13,9 @@ use super::{
     LAYERS, appends, attends, begin, books, cache, cache_of, config, is_step, step, values,
 };
 
+/// Whatever was written of it, and however long it is.
 #[rstest]
-fn a_step_is_taken_back_whatever_was_written_and_however_long_it_is(
+fn any_step_is_taken_back(
     #[values("int8", "int4", "int8/int4", "bf16")] format: &str,
     #[values(0, 1, LAYERS - 1)] written: usize,
 ) {
@@ -50,7 +51,7 @@ fn a_step_is_taken_back_whatever_was_written_and_however_long_it_is(
 }
 
 #[rstest]
-fn a_full_pool_gives_old_residuals_back_with_the_step(
+fn a_full_pool_gives_old_residuals_back(
     #[values("int4", "int8/int4")] format: &str,
     #[values(1, LAYERS - 1)] written: usize,
 ) {

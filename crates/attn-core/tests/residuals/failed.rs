@@ -55,8 +55,9 @@ fn state(cache: &mut KvCache) -> State {
     (table, bytes, order)
 }
 
+/// Pages, residuals, lengths and the free list's order stay.
 #[rstest]
-fn a_failed_append_leaves_pages_residuals_lengths_and_the_free_list(
+fn a_failed_append_changes_nothing(
     #[values("int4", "int8/int4", "int4/int4-w4", "int8")] format: &str,
     #[values(16, 64)] page_size: usize,
     #[values(1, 70, 600)] more: usize,
@@ -126,8 +127,9 @@ fn a_failed_append_gives_recycled_pages_their_bytes_back(
     }
 }
 
+/// It is the one that was read back.
 #[rstest]
-fn a_restored_sequence_is_the_one_that_was_read_back(
+fn a_restored_sequence_is_the_same(
     #[values("int4", "int8/int4", "int4-w4/int4", "int8", "int4-w0")] format: &str,
     #[values(16, 64, 128)] page_size: usize,
     #[values(1, 64, 257, 600)] len: usize,

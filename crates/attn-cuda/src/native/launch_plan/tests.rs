@@ -148,7 +148,7 @@ fn query_blocks_stay_whole_where_sequences_of_as_many_rows_are_split() {
 }
 
 #[test]
-fn a_cache_that_would_take_more_than_its_share_of_memory_is_attended_as_it_is() {
+fn a_cache_beyond_its_share_of_memory_is_attended_as_it_is() {
     let heads = Heads::new(32, 8, 128);
     // 2^18 tokens of 4 KB; twice as much where some are written with residuals, too.
     for (format, batch, want) in [
