@@ -132,7 +132,7 @@ const LINES: [Line; 10] = [
         ],
     ),
     (
-        "pages in the caller's memory, by slots and a table",
+        "pages in the caller's memory, by slots and a table; those that a selector chose for each KV head",
         ["yes", "yes", "–"],
         &[
             (
@@ -140,8 +140,16 @@ const LINES: [Line; 10] = [
                 "fn a_pool_has_the_bytes_and_the_bits_of_a_cache(",
             ),
             (
+                "crates/attn-cpu/tests/page_pool.rs",
+                "fn pages_chosen_for_each_kv_head_have_the_bits_of_these_pages_alone(",
+            ),
+            (
                 "crates/attn-python/tests/test_cuda_plan.py",
                 "def test_slots_and_ragged_queries(",
+            ),
+            (
+                "crates/attn-python/tests/test_cuda_plan.py",
+                "def test_pages_chosen_for_each_kv_head_have_the_bits_of_these_pages_alone(",
             ),
         ],
     ),
