@@ -1,7 +1,12 @@
 //! Rows that see no token: every element of the outputs is written, whatever the caller's memory held, with sinks and without, by a step and by the merge
 //! of spans.
 
-use attn_conformance::{Case, case::noise, check::first_difference, trials::Trials};
+use attn_conformance::{
+    Case,
+    case::noise,
+    check::{Bounds, bounds, first_difference},
+    trials::Trials,
+};
 use attn_core::{
     Append, DecodeAttention, DecodeStep, Error, KvCache, KvFormat, KvSource, Problem, SpanStates,
     SpansStep,
@@ -116,14 +121,21 @@ fn step(
     let scales = cache.config().v_tensor_scales.clone();
     let outputs = (&mut merged[..], &mut merged_lse[..]);
     SpanStates::finish(&[states], problem, case.format, &scales, outputs).unwrap();
-    // Floats on a GPU are merged in another order there, and one of its kernels has weights of bf16.
+    // Floats on a GPU may be attended by different kernels: each errs by the table's bounds at most.
     let is_exact = case.format.is_integer() || backend.device().backend == "cpu";
+    let Bounds {
+        out: of_out,
+        lse: of_lse,
+    } = bounds(backend, case);
     for (what, found, expected, far) in [
-        ("out of spans", &merged, &out, 1e-2),
-        ("lse of spans", &merged_lse, &lse, 1e-5),
+        ("out of spans", &merged, &out, 2.0 * of_out),
+        ("lse of spans", &merged_lse, &lse, 2.0 * 10.0 * of_lse),
     ] {
         let difference = first_difference(what, found, expected).filter(|_| {
-            let is_near = |a: f32, b: f32| a == b || (a - b).abs() <= far * b.abs().max(1.0);
+            let is_near = |a: f32, b: f32| {
+                let (a, b) = (f64::from(a), f64::from(b));
+                a == b || (a - b).abs() <= far * b.abs().max(1.0)
+            };
             let mut pairs = found.iter().zip(expected);
             is_exact || pairs.any(|(a, b)| !is_near(*a, *b))
         });
