@@ -135,6 +135,10 @@ fn reduced(table: &mut Table) {
     centres::few(table);
     wide::few(table);
     chunks::few(table);
+    wide::written_as_floats(
+        table,
+        &[("fp8", (192, 128), 8), ("int8/int4", (192, 128), 8)],
+    );
 }
 
 /// Scores up to twice as far as the grid reaches, so that rows are on it in some tiles and off it in others; and rows without a step, whose scores are 0,
@@ -299,6 +303,14 @@ fn full(table: &mut Table) {
     centres::all(table);
     wide::all(table);
     chunks::all(table);
+    let unlike = [
+        ("fp8", (192, 128), 64),
+        ("fp8", (256, 64), 64),
+        ("int8", (192, 128), 8),
+        ("int8/int4", (256, 128), 8),
+        ("int4", (192, 128), 8),
+    ];
+    wide::written_as_floats(table, &unlike);
 }
 
 /// A sink for each query head: ordinary ones, one that outweighs all tokens, one that none of them shows, and one that GPUs flush.

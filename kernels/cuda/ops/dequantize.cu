@@ -15,7 +15,7 @@
 
 namespace attn {
 
-static_assert(K_DIM == V_DIM, "many_rows.cu attends no other floats");
+static_assert(K_DIM >= V_DIM, "many_rows.cu attends no other floats");
 template <class Side, bool COLUMNS> struct WidenedToken : StoredToken<Side, COLUMNS> {
     using StoredToken<Side, COLUMNS>::x;
     using StoredToken<Side, COLUMNS>::part;
@@ -59,7 +59,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) attn_dequantize(const _
     if (Values::WINDOW && has_fine) v_residuals = turned_residuals[warp].fill(Turned::load(residuals + Run::V_RESIDUALS, block % PAGE, lane), lane);
 #pragma unroll 1
     for (int is_fine = 0; is_fine <= has_fine; is_fine++) {
-        u8* const side = p.pages + ((u64)(to + is_fine * p.fine_pages) * heads + head) * (2 * SIDE_BYTES);
+        u8* const side = p.pages + ((u64)(to + is_fine * p.fine_pages) * heads + head) * (K_BYTES + V_BYTES);
 #pragma unroll 1
         for (int i = 0; i < WARP_TOKENS; i += 32 / TOKEN_LANES) {
             const int t = block + i + lane / TOKEN_LANES;
@@ -70,7 +70,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) attn_dequantize(const _
             WidenedToken<Values, (Values::BITS < 16)> v;
             v.part = lane % TOKEN_LANES;
             v.load<unit_of(Values::SCHEME)>(v_codes, run + Run::V_PARAMS, is_fine ? v_residuals : nullptr, t % PAGE, 1.0f);
-            v.store(side + SIDE_BYTES, t % TILE);
+            v.store(side + K_BYTES, t % TILE);
         }
     }
 }

@@ -12,7 +12,7 @@
 
 namespace attn {
 
-static_assert(K_DIM == V_DIM, "many_rows.cu attends no other floats");
+static_assert(K_DIM == V_DIM, "a row of either side is written by one function");
 constexpr int WARPS = 4;
 
 // A side's rows of one KV head; `first`: the sequence, or the page.
@@ -77,9 +77,9 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) attn_dequantize_rows(co
     const int tokens = p.step.kv_lens[b] - tile * TILE;
     if (tokens <= 0) return;
     const u32 to = write_entry(p);
-    u8* const side = p.pages + ((u64)to * heads + head) * (2 * SIDE_BYTES);
+    u8* const side = p.pages + ((u64)to * heads + head) * (K_BYTES + V_BYTES);
     StridedRows::of_head(p.step.k, p.step.k_scales, p.step.k_strides, p.step.k_scale_strides, head).write<Keys::SCHEME, Keys::GROUPS>(p, b, tile, tokens, side);
-    StridedRows::of_head(p.step.v, p.step.v_scales, p.step.v_strides, p.step.v_scale_strides, head).write<Values::SCHEME, Values::GROUPS>(p, b, tile, tokens, side + SIDE_BYTES);
+    StridedRows::of_head(p.step.v, p.step.v_scales, p.step.v_strides, p.step.v_scale_strides, head).write<Values::SCHEME, Values::GROUPS>(p, b, tile, tokens, side + K_BYTES);
 }
 
 }  // namespace attn

@@ -8,7 +8,7 @@
 
 namespace attn {
 
-constexpr int SIDE_BYTES = TILE * K_DIM * 2;  // of K or V in 16 bits, in a written page of one KV head
+constexpr int K_BYTES = TILE * K_DIM * 2, V_BYTES = TILE * V_DIM * 2;  // of K and V in 16 bits, in a written page of one KV head
 
 // The scale of the f16 numbers: with it the largest code times the largest scale is in f16's range.
 constexpr int unit_of(int scheme) { return scheme <= FP8 || scheme == INT8_TENSOR ? 1 : 128; }

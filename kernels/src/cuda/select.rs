@@ -388,9 +388,14 @@ pub(crate) fn dequantized_as(
     let are_exact = [format.k, format.v]
         .iter()
         .all(|side| matches!(side, Scheme::Fp8E4m3 | Scheme::F16));
-    // What is written has as many dims of V as of K.
-    let has_one_dim = problem.head_dim.one().is_some();
-    let becomes_f16 = !is_16_bit && has_one_dim && (are_exact || problem.may_use_floats(format));
+    // Rows are written with as many dims of V as of K, pages with those that `many_rows.cu` covers.
+    let pages = KvLayout::Pages(DEQUANTIZED_PAGE);
+    let has_dims = problem.head_dim.one().is_some()
+        || !layout.is_rows()
+            && Shape::new(problem, f16, pages)
+                .many_rows(shared_limit)
+                .is_some();
+    let becomes_f16 = !is_16_bit && has_dims && (are_exact || problem.may_use_floats(format));
     let as_it_is = match layout {
         // Small pages take many copies to a tile.
         KvLayout::Pages(tokens) => tokens < DEQUANTIZED_PAGE,
@@ -404,7 +409,7 @@ pub(crate) fn dequantized_as(
         true => f16,
         false => as_it_is.then_some(format)?,
     };
-    Some((attended, KvLayout::Pages(DEQUANTIZED_PAGE)))
+    Some((attended, pages))
 }
 
 /// A kernel that covers a problem, and how long it is estimated to take.

@@ -1,6 +1,6 @@
 //! Cases of heads wider than 256 dims, of keys and values of unlike widths, and of the 128 query heads over one KV head that latents have.
 
-use attn_core::{HeadDim, KvFormat};
+use attn_core::{Arithmetic, HeadDim, KvFormat};
 
 use super::{Table, each_sink, formats};
 use crate::case::{Build, Case, Inputs};
@@ -151,5 +151,18 @@ fn many_heads(table: &mut Table, format: KvFormat) {
             case.build = Build::AtOnce;
             table.add(case);
         }
+    }
+}
+
+/// Prompts of unlike widths whose tokens so many rows read that a GPU writes them as floats first, with the codes of residuals and without.
+pub(super) fn written_as_floats(table: &mut Table, all: &[(&str, (usize, usize), usize)]) {
+    for &(name, dim, heads) in all {
+        let Some(mut case) = of([heads, 1], dim, &[130, 70], formats(&[name])[0]) else {
+            continue;
+        };
+        case.problem.q_lens = vec![66, 70];
+        case.problem.scores.arithmetic = Arithmetic::Fast;
+        case.build = Build::AtOnce;
+        table.add(case);
     }
 }
