@@ -351,6 +351,11 @@ const DEQUANTIZED_PAGE: usize = arithmetic::TILE;
 /// Query rows of a KV head that read each cached token, from which on it is faster to write it again first: for formats whose integers are attended exactly
 /// otherwise, small pages, and rows without a copy engine; and for fp8, whose codes become f16 in `many_rows.cu` otherwise.
 const MANY_READERS: [usize; 2] = [512, 4096];
+/// The same of fp8 of more than 128 dims, which `split_kv.cu` alone attends otherwise and reads for each few rows: so many, and more the fewer tokens of KV heads
+/// there are, as writing takes a launch. Measured on an H200, 192/128 dims, 262144 tokens of KV heads, by `split_kv.cu` and written first, 32 rows · 64 · 128: 72 · 139 ·
+/// 278 µs and 127 · 130 · 135; 256 dims, 65536 tokens: 33 · 60 · 118 and 72 · 74 · 78; 192/128, 8192 tokens, 128 rows 20 and 46.
+const BLOCK_READERS: f64 = 64.0;
+const BLOCK_READERS_TOKENS: f64 = 4e6;
 
 /// The format and the layout in which the cache of a problem is attended, where it is first written again as pages of 64 tokens: in 16-bit floats by
 /// `dequantize.cu` and `dequantize_rows.cu`, or as it is by `gather_pages.cu`.
@@ -368,9 +373,18 @@ pub fn dequantized(
             .clone()
             .zip(&problem.q_lens)
             .map(|(len, &q_len)| len * q_len as f64);
+        let tokens = tokens.sum::<f64>();
         let becomes_f16_anyway = !format.is_integer() && attended.0 != format;
-        let readers = MANY_READERS[usize::from(becomes_f16_anyway)] as f64;
-        problem.heads_per_kv() as f64 * reads.sum::<f64>() >= readers * tokens.sum::<f64>()
+        let is_read_by_blocks = becomes_f16_anyway
+            && problem.head_dim.max() > 128
+            && Shape::new(problem, format, layout)
+                .many_rows(limits.shared_limit)
+                .is_none();
+        let readers = match is_read_by_blocks {
+            true => BLOCK_READERS + BLOCK_READERS_TOKENS / (tokens * problem.num_kv_heads as f64),
+            false => MANY_READERS[usize::from(becomes_f16_anyway)] as f64,
+        };
+        problem.heads_per_kv() as f64 * reads.sum::<f64>() >= readers * tokens
     });
     many_rows(problem, attended.0, attended.1, limits, preferences)?;
     wanted.then_some(attended)

@@ -165,6 +165,32 @@ fn a_kernel_can_be_had_always_and_never() {
     assert_eq!(of(&few, KernelChoice::SplitKv(None)).0, Kernel::SplitKv);
 }
 
+/// fp8 of many dims, as both ways were measured on an H200.
+#[test]
+fn fp8_of_many_dims_is_dequantized_where_split_kv_reads_it_often() {
+    let fp8 = KvFormat::same(Scheme::Fp8E4m3);
+    for (heads, dim, batch, kv_len, q_len, is_faster) in [
+        ([32, 4], (192, 128), 8, 8192, 4, false),
+        ([32, 4], (192, 128), 8, 8192, 16, true),
+        ([8, 1], (256, 256), 8, 8192, 4, false),
+        ([8, 1], (256, 256), 8, 8192, 16, true),
+        ([128, 1], (192, 192), 8, 8192, 1, true),
+        ([48, 1], (256, 256), 64, 8192, 1, false),
+        ([32, 4], (192, 128), 1, 2048, 16, false),
+        ([32, 4], (192, 128), 1, 4096, 4096, true),
+    ] {
+        let mut problem = step([heads[0], heads[1], 128], vec![kv_len; batch]).q_len(q_len);
+        problem.head_dim = dim.into();
+        let layout = KvLayout::Pages(64);
+        let attended = dequantized(&problem, fp8, layout, LIMITS, &Preferences::default());
+        assert_eq!(
+            attended.is_some(),
+            is_faster,
+            "{heads:?} {dim:?} {kv_len} {q_len}"
+        );
+    }
+}
+
 #[test]
 fn a_cache_is_dequantized_for_prompts_that_read_it_often() {
     let is_dequantized = |format: &str, q_len: usize, change: &dyn Fn(&mut Problem)| {
