@@ -414,8 +414,8 @@ fn against_oracle(
     found.all(|text| text.is_some()).then_some(first)
 }
 
-/// Where a result is further from an oracle's outputs and log-sum-exps than allowed.
-fn exceeds(
+/// Where a result is further from expected outputs and log-sum-exps than allowed.
+pub fn exceeds(
     allowed: Bounds,
     (out, lse): (&[f32], &[f32]),
     (want, want_lse): &(Vec<f64>, Vec<f64>),
@@ -440,7 +440,7 @@ fn exceeds(
         a != *b && !((a - b).abs() <= close)
     })?;
     Some(format!(
-        "lse[{wrong}] is {:e}, the oracle has {:e}",
+        "lse[{wrong}] is {:e}, expected {:e}",
         lse[wrong], want_lse[wrong]
     ))
 }
