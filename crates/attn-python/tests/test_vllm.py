@@ -8,6 +8,7 @@ import pathlib
 import pickle
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import attn
 import pytest
@@ -209,7 +210,7 @@ def missing_names(source):
 def test_the_check_of_names_sees_what_is_missing(tmp_path):
     """The stubs, written out as a package of vLLM's shape, have all names; without one of them, that one is missing."""
     text = pathlib.Path(stubs.__file__).read_text() + "\nclass KVCacheSpec:\n    block_size: int\n"
-    modules = {*MEMBERS, "vllm.config.cache", "vllm.platforms", "vllm.v1.attention.backends.registry"}
+    modules = {*MEMBERS, "vllm.config", "vllm.config.cache", "vllm.platforms", "vllm.v1.attention.backends.registry"}
     for module in modules:
         file = tmp_path.joinpath(*module.split(".")).with_suffix(".py")
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -252,7 +253,7 @@ def test_names_and_arguments_are_vllms():
     for own, name in ((plugin.AttnBackend, "AttentionBackend"), (plugin.AttnMetadataBuilder, "AttentionMetadataBuilder"), (plugin.AttnImpl, "AttentionImpl")):
         theirs = members(name)
         for member, value in vars(own).items():
-            if member in ("plan", "_build", "_pool", "_host_pages") or member in allowed or member.startswith("__") and member != "__init__":
+            if member in ("plan", "_build", "_pool", "_host_pages", "_load") or member in allowed or member.startswith("__") and member != "__init__":
                 continue
             assert member in theirs, f"{name} has no {member}"
             function = getattr(value, "__func__", value)
@@ -394,3 +395,27 @@ def test_a_pass_without_a_batch_gives_zeros():
     impl = plugin.AttnImpl(num_heads=8, head_size=64, scale=0.125, num_kv_heads=2, kv_cache_dtype="attn_int8")
     out = torch.ones(3, 8, 64)
     assert (impl.forward(None, out.clone(), None, None, torch.empty(0), None, out) == 0).all()
+
+
+@pytest.mark.parametrize("dtype", list(plugin.FORMATS))
+def test_the_measuring_pass_makes_the_plans_of_the_largest_steps(gpu, dtype, monkeypatch):
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(max_model_len=4096),
+        scheduler_config=SimpleNamespace(max_num_seqs=16),
+        cache_config=SimpleNamespace(block_size=32),
+        speculative_config=SimpleNamespace(num_speculative_tokens=3),
+    )
+    monkeypatch.setitem(stubs.CURRENT, 0, config)
+    host = Host(gpu, dtype)
+    query = torch.zeros(5000, 8, 64, dtype=torch.bfloat16, device=gpu)
+    for _ in range(2):
+        host.impl.forward(None, query, None, None, torch.empty(0, device=gpu), None, torch.ones_like(query))
+    torch.cuda.synchronize()
+    ((key, plans),) = plugin._largest_plans.items()
+    assert key[0] == host.impl.key
+    made = {(tuple(plan._options.q_lens), plan._options.max_kv_len, plan._options.page_size) for plan in plans}
+    decoding, prompts = [(4,), (4,) * 16], [(4096,), (4096,) + (4,) * 15]
+    assert made == {(q_lens, longest, 32) for q_lens in decoding for longest in (64, 4096)} | {(q_lens, 4096, 32) for q_lens in prompts}
+    # The first batch's builder leaves their memory to real steps.
+    Host(gpu, dtype)
+    assert not plugin._largest_plans

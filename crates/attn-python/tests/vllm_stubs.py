@@ -138,10 +138,18 @@ def get_kv_cache_dtype_handler(name):
     return HANDLERS.get(name)
 
 
+# vLLM's configuration while it makes an engine.
+CURRENT: list = [None]
+
+
+def get_current_vllm_config_or_none():
+    return CURRENT[0]
+
+
 def install() -> None:
     modules = {
         "vllm": [],
-        "vllm.config": [],
+        "vllm.config": [get_current_vllm_config_or_none],
         "vllm.config.cache": [register_kv_cache_dtype, get_kv_cache_dtype_handler],
         "vllm.platforms": [],
         "vllm.v1": [],

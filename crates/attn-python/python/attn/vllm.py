@@ -13,7 +13,8 @@ What it does and does not:
 - `auto`, which is what layers have that `--kv-cache-dtype-skip-layers` names, keeps the model's 16 bits.
 - A batch of decoding or verifying sequences with as many query tokens each runs in full CUDA graphs; padded requests (length 0, slot -1) give zeros.
 - A token's result has the same bits in any batch, chunk or graph (`supports_batch_invariance`).
-- Blocks of 64 tokens (`--block-size 64`) are what the kernels are measured with; vLLM's default is 16.
+- Blocks have 64 tokens, a tile of the kernels, unless `--block-size` says otherwise.
+- Kernels are loaded and the largest plans made in the pass by which vLLM measures memory, so that they are counted and the first request waits for neither.
 - Refused: encoder attention, MLA, decode and prefill context parallelism, K/V shared between layers, quantized outputs, pages with padding between.
 """
 
@@ -27,6 +28,7 @@ from functools import cached_property
 from typing import Any, ClassVar, Dict, List, Optional, Tuple
 
 import torch
+from vllm.config import get_current_vllm_config_or_none
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionCGSupport,
@@ -55,9 +57,12 @@ ELEMENTS: Dict[str, torch.dtype] = {
 AUTO: Tuple[Optional[str], ...] = (None, "auto")
 FLOATS: Dict[torch.dtype, str] = {torch.bfloat16: "bf16", torch.float16: "f16"}
 BLOCK_SIZES = [16, 32, 64, 128]
+PREFERRED_BLOCK = 64
 HEAD_SIZES = [64, 80, 96, 128, 192, 256]
 # Plans of batches outside of graphs that are kept.
 _KEPT_PLANS = 16
+# The plans of the largest steps while vLLM measures memory, by layers that have the same.
+_largest_plans: Dict[Tuple, List[Plan]] = {}
 _LOG = logging.getLogger(__name__)
 
 
@@ -161,6 +166,11 @@ class AttnBackend(AttentionBackend):
         return list(BLOCK_SIZES)
 
     @classmethod
+    def get_preferred_block_size(cls, default_block_size: int) -> int:
+        # vLLM asks where the user has named none. A tile of the kernels is one page then.
+        return PREFERRED_BLOCK
+
+    @classmethod
     def get_supported_head_sizes(cls) -> List[int]:
         return list(HEAD_SIZES)
 
@@ -253,6 +263,8 @@ class AttnMetadataBuilder(AttentionMetadataBuilder):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
         self.max_model_len = vllm_config.model_config.max_model_len
+        # vLLM has measured memory: the plans of the largest steps leave it to those of real ones.
+        _largest_plans.clear()
         # Graphs hold the workspaces of the plans that they captured.
         self.captured: Dict[Tuple, Plan] = {}
         self.plans: "OrderedDict[Tuple, Plan]" = OrderedDict()
@@ -307,6 +319,31 @@ def planned_len(longest: int, most: int) -> int:
     return min(-(-longest // step) * step, most)
 
 
+@dataclass(frozen=True)
+class Limits:
+    """The most that vLLM puts into a step."""
+
+    sequences: int
+    # Tokens of a sequence, and its query tokens while it decodes: one, and those of its draft.
+    tokens: int
+    decoded: int
+    block: int
+
+    @classmethod
+    def of_engine(cls) -> Optional["Limits"]:
+        """Those of the engine that is being made; none outside of one."""
+        config = get_current_vllm_config_or_none()
+        if config is None or config.model_config is None:
+            return None
+        drafts = config.speculative_config
+        return cls(
+            sequences=config.scheduler_config.max_num_seqs,
+            tokens=config.model_config.max_model_len,
+            decoded=1 + (drafts.num_speculative_tokens if drafts else 0),
+            block=config.cache_config.block_size or PREFERRED_BLOCK,
+        )
+
+
 class AttnImpl(AttentionImpl):
     """Attention of one layer."""
 
@@ -336,6 +373,7 @@ class AttnImpl(AttentionImpl):
         self.num_kv_heads = num_kv_heads or num_heads
         self.kv_cache_dtype = kv_cache_dtype
         self.alibi_slopes, self.sinks = alibi_slopes, sinks
+        self.limits = Limits.of_engine()
         # Of the CPU: made with the first batch, which knows the blocks.
         self.host_pages: Optional[HostPages] = None
         self.options = dict(
@@ -381,6 +419,7 @@ class AttnImpl(AttentionImpl):
             output = torch.zeros_like(query)
         if attn_metadata is None:
             # vLLM measures memory with a pass that has no batch.
+            self._load(query)
             return output.fill_(0)
         tokens = attn_metadata.num_actual_tokens
         if tokens == 0:
@@ -406,6 +445,30 @@ class AttnImpl(AttentionImpl):
             plan.append_slots_now(*kv, pool, slots)
         plan.attend_into(q, out, pool, attn_metadata.block_table, attn_metadata.seq_lens)
         return output
+
+    def _load(self, query: torch.Tensor) -> None:
+        """Makes the plans of the largest steps, and runs each over no tokens: prompts of as many tokens as `query` has, and decoding, of one sequence and of as many as vLLM runs."""
+        limits = self.limits
+        if limits is None or query.device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+            return
+        key = (self.key, self.kv_cache_dtype, query.dtype, query.device)
+        if key in _largest_plans:
+            return
+        format = FORMATS.get(self.kv_cache_dtype) or float_format(query.dtype)
+        prompt = max(min(len(query), limits.tokens), 1)
+        decoding = (limits.decoded,) * limits.sequences
+        steps = {(prompt,), decoding[:1], decoding, (prompt,) + decoding[1:]}
+        made = _largest_plans[key] = []
+        for q_lens in sorted(steps):
+            for longest in sorted({planned_len(max(q_lens), limits.tokens), limits.tokens}):
+                plan = Plan(format, page_size=limits.block, q_lens=q_lens, max_kv_len=longest, device=query.device, **self.options)
+                pool = plan.new_pool(1)
+                nothing = torch.zeros(len(q_lens), dtype=torch.int32, device=query.device)
+                rows = query.new_zeros(sum(q_lens), self.num_heads, self.head_size)
+                kv = query.new_zeros(sum(q_lens), self.num_kv_heads, self.head_size)
+                plan.append_slots_now(kv, kv, pool, torch.full((len(kv),), -1, dtype=torch.int64, device=query.device))
+                plan.attend_into(rows, rows.clone(), pool, nothing.view(-1, 1), nothing)
+                made.append(plan)
 
     def _host_pages(self, format: str, block: int) -> HostPages:
         if self.host_pages is None:

@@ -1,4 +1,4 @@
-"""A random Llama whose greedy tokens depend on attention, as a checkpoint: `python model.py FOLDER DIM`."""
+"""A random Llama whose greedy tokens depend on attention, as a checkpoint: `python model.py FOLDER DIM [KV_HEADS [WINDOW]]`, with a window a Mistral."""
 
 import json
 import os
@@ -7,18 +7,20 @@ import sys
 import torch
 from safetensors.torch import save_file
 
-LAYERS, HIDDEN, HEADS, KV_HEADS, INNER, WORDS = 4, 512, 8, 2, 1024, 2048
+LAYERS, HIDDEN, HEADS, INNER, WORDS = 4, 512, 8, 1024, 2048
 
 
-def config(dim):
+def config(dim, kv_heads, window):
+    family = "Llama" if window is None else "Mistral"
     return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+        "architectures": [f"{family}ForCausalLM"],
+        "model_type": family.lower(),
+        "sliding_window": window,
         "hidden_size": HIDDEN,
         "intermediate_size": INNER,
         "num_hidden_layers": LAYERS,
         "num_attention_heads": HEADS,
-        "num_key_value_heads": KV_HEADS,
+        "num_key_value_heads": kv_heads,
         "head_dim": dim,
         "vocab_size": WORDS,
         "max_position_embeddings": 2048,
@@ -32,7 +34,7 @@ def config(dim):
     }
 
 
-def weights(dim):
+def weights(dim, kv_heads):
     generator = torch.Generator().manual_seed(0)
 
     def matrix(rows, columns, gain):
@@ -46,8 +48,8 @@ def weights(dim):
     # Queries and outputs of a size that makes attention matter.
     shapes = {
         "self_attn.q_proj": (HEADS * dim, HIDDEN, 1.5),
-        "self_attn.k_proj": (KV_HEADS * dim, HIDDEN, 1.5),
-        "self_attn.v_proj": (KV_HEADS * dim, HIDDEN, 1.0),
+        "self_attn.k_proj": (kv_heads * dim, HIDDEN, 1.5),
+        "self_attn.v_proj": (kv_heads * dim, HIDDEN, 1.0),
         "self_attn.o_proj": (HIDDEN, HEADS * dim, 3.0),
         "mlp.gate_proj": (INNER, HIDDEN, 1.0),
         "mlp.up_proj": (INNER, HIDDEN, 1.0),
@@ -61,9 +63,12 @@ def weights(dim):
     return made
 
 
-if __name__ == "__main__":
-    folder, dim = sys.argv[1], int(sys.argv[2])
+def make(folder, dim, kv_heads=2, window=None):
     os.makedirs(folder, exist_ok=True)
     with open(os.path.join(folder, "config.json"), "w") as file:
-        json.dump(config(dim), file)
-    save_file(weights(dim), os.path.join(folder, "model.safetensors"), metadata={"format": "pt"})
+        json.dump(config(dim, kv_heads, window), file)
+    save_file(weights(dim, kv_heads), os.path.join(folder, "model.safetensors"), metadata={"format": "pt"})
+
+
+if __name__ == "__main__":
+    make(sys.argv[1], *map(int, sys.argv[2:]))

@@ -1,0 +1,175 @@
+"""Decoding in vLLM over each kind of KV cache: time of a step, tokens per second, prompt tokens per second, room, and the first request after the start.
+
+    python vllm_speed.py --context 1024,8192,32768 --batch 1,16,64
+
+A model of Llama 3 8B's layers (32 query and 8 KV heads of 128 dims, 4096 channels) with `--layers` of them and weights of no meaning. Each cache has an engine of its own, in a
+process of its own. Decoding runs in full CUDA graphs. A step is the difference of two calls of `generate` over prompts in vLLM's prefix cache, with 1 and with `--tokens` + 1 new
+tokens, over `--tokens`; the least of three.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+
+# The name here, vLLM's backend and its cache type.
+CACHES = {
+    "bf16": ("TRITON_ATTN", "auto"),
+    "fp8": ("TRITON_ATTN", "fp8"),
+    "int8_per_token_head": ("TRITON_ATTN", "int8_per_token_head"),
+    "attn_bf16": ("ATTN", "auto"),
+    "attn_int8": ("ATTN", "attn_int8"),
+    "attn_int8_int4": ("ATTN", "attn_int8_int4"),
+    "attn_int4": ("ATTN", "attn_int4"),
+}
+WORDS = 32768
+
+
+def arguments():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    numbers = lambda text: [int(part) for part in text.split(",")]  # noqa: E731
+    parser.add_argument("--context", type=numbers, default=[1024, 8192, 32768], help="tokens of each prompt")
+    parser.add_argument("--batch", type=numbers, default=[1, 16, 64], help="sequences")
+    parser.add_argument("--most", type=int, default=16 * 32768, help="tokens of all sequences: larger products of batch and context are left out")
+    parser.add_argument("--caches", type=lambda text: text.split(","), default=list(CACHES), help=", ".join(CACHES))
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=32, help="new tokens of a call")
+    parser.add_argument("--memory", type=float, default=0.85, help="share of the GPU's memory")
+    parser.add_argument("--backend", help="vLLM's own attention backend for its own caches, instead of TRITON_ATTN")
+    parser.add_argument("--tensor-parallel", type=int, default=1, help="GPUs")
+    parser.add_argument("--limit", type=int, default=240, help="seconds of one cache")
+    parser.add_argument("--json", help="a file for the figures")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def write_model(folder, layers, longest):
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": WORDS,
+        "max_position_embeddings": longest,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "torch_dtype": "bfloat16",
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "tie_word_embeddings": False,
+        "hidden_act": "silu",
+    }
+    with open(os.path.join(folder, "config.json"), "w") as file:
+        json.dump(config, file)
+
+
+def measure(given, name):
+    """The figures of one cache, a row each, as they come."""
+    import random
+
+    from vllm import LLM, SamplingParams
+
+    backend, dtype = CACHES[name]
+    if given.backend and backend != "ATTN":
+        backend = given.backend
+    longest = max(given.context) + 2 * given.tokens + 64
+    with tempfile.TemporaryDirectory() as folder:
+        write_model(folder, given.layers, longest)
+        begun = time.perf_counter()
+        engine = LLM(
+            folder,
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            dtype="bfloat16",
+            attention_backend=backend,
+            kv_cache_dtype=dtype,
+            max_model_len=longest,
+            max_num_seqs=max(given.batch),
+            max_num_batched_tokens=8192,
+            gpu_memory_utilization=given.memory,
+            tensor_parallel_size=given.tensor_parallel,
+            enable_prefix_caching=True,
+            compilation_config=compilation(given.batch),
+            seed=0,
+        )
+        started = time.perf_counter() - begun
+        numbers = random.Random(0)
+
+        def prompts(count, length):
+            return [{"prompt_token_ids": [numbers.randrange(3, WORDS) for _ in range(length)]} for _ in range(count)]
+
+        def seconds(asked, tokens):
+            begun = time.perf_counter()
+            engine.generate(asked, SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False), use_tqdm=False)
+            return time.perf_counter() - begun
+
+        requests = [seconds(prompts(1, 512), 8) for _ in range(3)]
+        cache = engine.llm_engine.vllm_config.cache_config
+        room = cache.num_gpu_blocks * cache.block_size
+        row(given, cache=name, start_s=started, first_ms=requests[0] * 1e3, second_ms=requests[1] * 1e3, third_ms=requests[2] * 1e3, room=room)
+        for length in sorted(given.context):
+            batches = [batch for batch in sorted(given.batch) if batch * length <= min(given.most, room)]
+            if not batches:
+                continue
+            asked = prompts(max(batches), length)
+            begun = seconds(asked, 1)
+            row(given, cache=name, context=length, batch=len(asked), prompt_tokens_per_s=len(asked) * length / begun)
+            for batch in batches:
+                steps = [(seconds(asked[:batch], given.tokens + 1) - seconds(asked[:batch], 1)) / given.tokens for _ in range(3)]
+                row(given, cache=name, context=length, batch=batch, step_ms=min(steps) * 1e3, tokens_per_s=batch / min(steps))
+
+
+def compilation(batches):
+    return {"custom_ops": ["none"], "mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": sorted(set(batches))}
+
+
+def row(given, **figures):
+    line = json.dumps({key: round(value, 3) if isinstance(value, float) else value for key, value in figures.items()})
+    print(line, flush=True)
+    if given.json:
+        with open(given.json, "a") as file:
+            file.write(line + "\n")
+
+
+def table(rows, caches):
+    """Steps in ms, and how many times as fast as the first cache's."""
+    steps = {(r["context"], r["batch"], r["cache"]): r["step_ms"] for r in rows if "step_ms" in r}
+    print("| context | batch | " + " | ".join(f"{name}: ms" for name in caches) + " |")
+    for context, batch in sorted({key[:2] for key in steps}):
+        own = [steps.get((context, batch, name)) for name in caches]
+        print(f"| {context} | {batch} | " + " | ".join("–" if x is None else f"{x:.2f} ({own[0] / x:.2f})" if own[0] else f"{x:.2f}" for x in own) + " |")
+    for kind, unit in (("prompt_tokens_per_s", "prompt tokens/s"), ("room", "tokens of room"), ("start_s", "start, s"), ("first_ms", "first request, ms"), ("second_ms", "second")):
+        best = {name: max((r[kind] for r in rows if r["cache"] == name and kind in r), default=None) for name in caches}
+        print(f"| {unit} | | " + " | ".join("–" if x is None else f"{x:.0f}" for x in best.values()) + " |")
+
+
+def main():
+    given = arguments()
+    if given.one:
+        return measure(given, given.one)
+    rows, failed = [], []
+    for name in given.caches:
+        command = [sys.executable, os.path.abspath(__file__), "--one", name, *sys.argv[1:]]
+        try:
+            ran = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, timeout=given.limit)
+            said, errors, status = ran.stdout, ran.stderr, ran.returncode
+        except subprocess.TimeoutExpired as error:
+            said, errors, status = (error.stdout or b"").decode(), f"took more than {given.limit} s", 124
+        rows += [json.loads(line) for line in said.splitlines() if line.startswith("{")]
+        if status:
+            failed.append(name)
+            print(f"{name}: status {status}: {errors[-1500:]}", flush=True)
+    table(rows, given.caches)
+    if failed:
+        sys.exit(f"FAILED: {', '.join(failed)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,159 @@
+"""Real vLLM on a GPU, attended by the plugin: tokens and log-probabilities have the same bits however vLLM cuts, batches, drafts, preempts or captures steps, with either of
+its model runners, in this process and behind HTTP in a process that vLLM spawns; each eager result is near attention in float32.
+
+`.ci/gpu vllm` makes the environment. `python gpu.py` runs all parts, `python gpu.py PART…` some; a planted fault (`ATTN_VLLM_FAULT=1`) must fail `formats`.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+import urllib.request
+
+import engine
+import model
+from engine import prompts, run
+from shadow import Shadow
+
+import attn.torch
+import attn.vllm as plugin
+
+# Mean errors of attention against float32 over the rows as they were; rows are bf16, and so are results.
+MOST = {"attn_bf16": 0.006, "auto": 0.006, "attn_int8": 0.03, "attn_int8_int4": 0.15, "attn_int4": 0.25}
+PLAIN = {"custom_ops": ["none"]}
+GRAPHS = {"custom_ops": ["none"], "mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8, 16]}
+DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+engine.USUAL.update(dtype="bfloat16", block_size=None, gpu_memory_utilization=0.3, compilation_config=PLAIN)
+FOLDER = tempfile.mkdtemp()
+SHADOW = Shadow()
+
+
+def checkpoint(kv_heads=2, window=None):
+    folder = os.path.join(FOLDER, f"{kv_heads}-{window}")
+    if not os.path.exists(folder):
+        model.make(folder, 128, kv_heads, window)
+    return folder
+
+
+def near(name, most):
+    mean, worst = SHADOW.mean, SHADOW.worst
+    print(f"{name}: mean error {mean:.4f}, worst {worst:.3f}", flush=True)
+    assert mean < most, f"{name}: the mean error of attention is {mean}, allowed {most}"
+
+
+def same(name, whole, folder, least=None, **options):
+    """A run gives the answers `whole`; `least` is a counter of the engine that must not be zero."""
+    answers, counters = run(name, folder, **options)
+    assert answers == whole, f"{name}: {sum(a != b for a, b in zip(answers, whole))} of {len(whole)} requests have other bits"
+    assert least is None or counters[least] > 0, f"{name}: {least} is {counters[least]}"
+
+
+def formats():
+    """Every format near float32; integers also with the same bits in pieces and preempted."""
+    for format, most in MOST.items():
+        SHADOW.start()
+        whole, counters = run(format, checkpoint(), kv_cache_dtype=format)
+        assert counters["vllm:prefix_cache_hits"] > 0 and SHADOW.resumed > 0 and SHADOW.mixed > 0
+        near(format, most)
+        if "int" in format:
+            same(f"{format}, preempted", whole, checkpoint(), kv_cache_dtype=format, block_size=16, num_gpu_blocks_override=61, least="vllm:num_preemptions")
+
+
+def ways():
+    """int8, however vLLM runs it."""
+    int8 = dict(kv_cache_dtype="attn_int8")
+    whole, _ = run("attn_int8", checkpoint(), **int8)
+    same("alone", whole, checkpoint(), one_by_one=True, **int8)
+    same("in chunks of 64", whole, checkpoint(), max_num_batched_tokens=64, **int8)
+    same("in graphs", whole, checkpoint(), compilation_config=GRAPHS, enforce_eager=False, **int8)
+    same("in graphs, alone", whole, checkpoint(), compilation_config=GRAPHS, enforce_eager=False, one_by_one=True, **int8)
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
+    same("model runner V1", whole, checkpoint(), **int8)
+    same("model runner V1, drafted", whole, checkpoint(), speculative_config=DRAFTS, least="vllm:spec_decode_num_draft_tokens", **int8)
+    del os.environ["VLLM_USE_V2_MODEL_RUNNER"]
+
+
+def shapes():
+    """One KV head and eight, odd numbers of small blocks, windows."""
+    for kv_heads, window in ((1, None), (8, None), (2, 96)):
+        for format in ("attn_int8", "attn_int4"):
+            SHADOW.start()
+            name, folder = f"{format}, {kv_heads} KV heads, window {window}", checkpoint(kv_heads, window)
+            whole, _ = run(name, folder, kv_cache_dtype=format, block_size=16, num_gpu_blocks_override=4001)
+            near(name, MOST[format])
+            same(f"{name}, in blocks of 64", whole, folder, kv_cache_dtype=format)
+
+
+def http():
+    """`vllm serve` in a spawned process answers as an engine in this one."""
+    folder = checkpoint()
+    options = dict(kv_cache_dtype="attn_int8", compilation_config=GRAPHS, enforce_eager=False)
+    whole, _ = run("attn_int8", folder, **options)
+    arguments = f"serve {folder} --attention-backend ATTN --kv-cache-dtype attn_int8 --port 8123 --max-model-len 1024 --max-num-batched-tokens 256"
+    arguments += f" --max-num-seqs 16 --num-gpu-blocks-override 1001 --skip-tokenizer-init --gpu-memory-utilization 0.3 --dtype bfloat16 --seed 0 --compilation-config {json.dumps(GRAPHS, separators=(',', ':'))}"
+    environment = dict(os.environ, VLLM_WORKER_MULTIPROC_METHOD="spawn", VLLM_ENABLE_V1_MULTIPROCESSING="1")
+    log = open(os.path.join(FOLDER, "serve.log"), "w+")
+    server = subprocess.Popen([sys.executable, "-m", "vllm.entrypoints.cli.main", *arguments.split()], env=environment, stdout=log, stderr=subprocess.STDOUT)
+    try:
+        ask(server, "/health")
+        for given, (tokens, _) in zip(prompts(), whole):
+            request = dict(model=folder, prompt=given["prompt_token_ids"], max_tokens=16, temperature=0, ignore_eos=True, return_token_ids=True)
+            answer = ask(server, "/v1/completions", request)
+            assert answer["choices"][0]["token_ids"] == tokens, "the server gives other tokens"
+    except Exception:
+        log.seek(0)
+        print(log.read()[-4000:])
+        raise
+    finally:
+        server.terminate()
+        server.wait(30)
+
+
+def ask(server, path, body=None):
+    """A request to the server, again until it is there."""
+    request = urllib.request.Request(f"http://127.0.0.1:8123{path}", None if body is None else json.dumps(body).encode(), {"Content-Type": "application/json"})
+    for _ in range(120):
+        assert server.poll() is None, f"the server ended with status {server.returncode}"
+        try:
+            with urllib.request.urlopen(request, timeout=60) as reply:
+                return json.loads(reply.read() or b"{}")
+        except urllib.error.HTTPError as error:
+            raise AssertionError(error.read().decode()) from error
+        except urllib.error.URLError:
+            time.sleep(1)
+    raise AssertionError("the server did not answer in two minutes")
+
+
+def plant_a_fault():
+    usual = attn.torch.Plan.append_slots_now
+
+    def append_slots_now(plan, k, v, pool, slots, *rest):
+        slots = slots.clone()
+        slots[-1] = -1
+        usual(plan, k, v, pool, slots, *rest)
+
+    attn.torch.Plan.append_slots_now = plugin.Plan.append_slots_now = append_slots_now
+
+
+def main(names):
+    if os.environ.get("ATTN_VLLM_FAULT"):
+        plant_a_fault()
+    failed = []
+    for part in (formats, ways, shapes, http):
+        if names and part.__name__ not in names:
+            continue
+        try:
+            part()
+            print(f"{part.__name__}: passed", flush=True)
+        except Exception:
+            traceback.print_exc()
+            failed.append(part.__name__)
+    print(f"FAILED: {', '.join(failed)}" if failed else "passed")
+    sys.exit(bool(failed))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
