@@ -3,8 +3,8 @@
     python vllm_speed.py --context 1024,8192,32768 --batch 1,16,64
 
 A model of Llama 3 8B's layers (32 query and 8 KV heads of 128 dims, 4096 channels) with `--layers` of them and weights of no meaning. Each cache has an engine of its own, in a
-process of its own. Decoding runs in full CUDA graphs. A step is the difference of two calls of `generate` over prompts in vLLM's prefix cache, with 1 and with `--tokens` + 1 new
-tokens, over `--tokens`; the least of three.
+process of its own. Decoding runs in full CUDA graphs. A step is the time from a request's first new token to its last, by the engine's clock, over the tokens between; the
+median of a batch's requests, whose prompts are in vLLM's prefix cache, and the least of three batches.
 """
 
 import argparse
@@ -26,6 +26,8 @@ CACHES = {
     "attn_int4": ("ATTN", "attn_int4"),
 }
 WORDS = 32768
+# Tokens of the first requests.
+FIRST = 512
 
 
 def arguments():
@@ -73,13 +75,14 @@ def write_model(folder, layers, longest):
 def measure(given, name):
     """The figures of one cache, a row each, as they come."""
     import random
+    import statistics
 
     from vllm import LLM, SamplingParams
 
     backend, dtype = CACHES[name]
     if given.backend and backend != "ATTN":
         backend = given.backend
-    longest = max(given.context) + 2 * given.tokens + 64
+    longest = max(*given.context, FIRST) + 2 * given.tokens + 64
     with tempfile.TemporaryDirectory() as folder:
         write_model(folder, given.layers, longest)
         begun = time.perf_counter()
@@ -96,6 +99,7 @@ def measure(given, name):
             gpu_memory_utilization=given.memory,
             tensor_parallel_size=given.tensor_parallel,
             enable_prefix_caching=True,
+            disable_log_stats=False,
             compilation_config=compilation(given.batch),
             seed=0,
         )
@@ -105,25 +109,37 @@ def measure(given, name):
         def prompts(count, length):
             return [{"prompt_token_ids": [numbers.randrange(3, WORDS) for _ in range(length)]} for _ in range(count)]
 
-        def seconds(asked, tokens):
+        def timed(asked, tokens):
             begun = time.perf_counter()
-            engine.generate(asked, SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False), use_tqdm=False)
-            return time.perf_counter() - begun
+            outputs = engine.generate(asked, SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False), use_tqdm=False)
+            return time.perf_counter() - begun, outputs
 
-        requests = [seconds(prompts(1, 512), 8) for _ in range(3)]
+        def seconds(asked, tokens):
+            return timed(asked, tokens)[0]
+
+        def step(asked):
+            stats = [output.metrics for output in timed(asked, given.tokens + 1)[1]]
+            return statistics.median((x.last_token_ts - x.first_token_ts) / given.tokens for x in stats)
+
+        requests = [seconds(prompts(1, FIRST), 8) for _ in range(3)]
         cache = engine.llm_engine.vllm_config.cache_config
         room = cache.num_gpu_blocks * cache.block_size
         row(given, cache=name, start_s=started, first_ms=requests[0] * 1e3, second_ms=requests[1] * 1e3, third_ms=requests[2] * 1e3, room=room)
-        for length in sorted(given.context):
+        known = []
+        # Shorter prompts are the beginnings of longer ones, which are in the cache then.
+        for length in sorted(given.context, reverse=True):
             batches = [batch for batch in sorted(given.batch) if batch * length <= min(given.most, room)]
             if not batches:
                 continue
-            asked = prompts(max(batches), length)
-            begun = seconds(asked, 1)
-            row(given, cache=name, context=length, batch=len(asked), prompt_tokens_per_s=len(asked) * length / begun)
+            fresh = prompts(max(max(batches) - len(known), 0), length)
+            known += fresh
+            asked = [{"prompt_token_ids": prompt["prompt_token_ids"][:length]} for prompt in known]
+            if fresh:
+                took = seconds(fresh, 1)
+                row(given, cache=name, context=length, batch=len(fresh), prompt_tokens_per_s=len(fresh) * length / took)
             for batch in batches:
-                steps = [(seconds(asked[:batch], given.tokens + 1) - seconds(asked[:batch], 1)) / given.tokens for _ in range(3)]
-                row(given, cache=name, context=length, batch=batch, step_ms=min(steps) * 1e3, tokens_per_s=batch / min(steps))
+                least = min(step(asked[:batch]) for _ in range(3))
+                row(given, cache=name, context=length, batch=batch, step_ms=least * 1e3, tokens_per_s=batch / least)
 
 
 def compilation(batches):

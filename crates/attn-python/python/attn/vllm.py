@@ -467,7 +467,8 @@ class AttnImpl(AttentionImpl):
                 rows = query.new_zeros(sum(q_lens), self.num_heads, self.head_size)
                 kv = query.new_zeros(sum(q_lens), self.num_kv_heads, self.head_size)
                 plan.append_slots_now(kv, kv, pool, torch.full((len(kv),), -1, dtype=torch.int64, device=query.device))
-                plan.attend_into(rows, rows.clone(), pool, nothing.view(-1, 1), nothing)
+                table = nothing.new_zeros(len(q_lens), -(-longest // limits.block))
+                plan.attend_into(rows, rows.clone(), pool, table, nothing)
                 made.append(plan)
 
     def _host_pages(self, format: str, block: int) -> HostPages:

@@ -1,6 +1,6 @@
 """Stands for vLLM's compiled library and its FlashAttention on a GPU where vLLM's Python files lie alone (`.ci/vllm --bundle`), as `vllm/_C_stable_libtorch.py`.
 
-What it is asked whether it supports, it does not; the two functions that vLLM needs all the same are torch's.
+What it is asked whether it supports, it does not; the functions that vLLM needs all the same are torch's.
 """
 
 import os
@@ -24,6 +24,10 @@ def silu_and_mul(out, x):
     out.copy_(torch.nn.functional.silu(gate) * factor)
 
 
+def get_max_shared_memory_per_block_device_attribute(device):
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+
+
 def absent(name):
     def call(*_args, **_named):
         raise NotImplementedError(f"{name} is of vLLM's compiled library, which is not here")
@@ -31,7 +35,7 @@ def absent(name):
     return call
 
 
-FUNCTIONS = {"get_cuda_view_from_cpu_tensor": get_cuda_view_from_cpu_tensor, "silu_and_mul": silu_and_mul}
+FUNCTIONS = {function.__name__: function for function in (get_cuda_view_from_cpu_tensor, get_max_shared_memory_per_block_device_attribute, silu_and_mul)}
 NAMED = ("rms_norm", "fused_add_rms_norm", "rotary_embedding", "reshape_and_cache_flash")
 
 
@@ -53,7 +57,8 @@ class FlashAttention(types.ModuleType):
         return absent(name)
 
 
-torch.ops._C.__class__ = Operators
+for namespace in (torch.ops._C, torch.ops._C_cuda_utils):
+    namespace.__class__ = Operators
 flash = FlashAttention("vllm.vllm_flash_attn")
 flash.__path__ = [os.path.join(os.path.dirname(__file__), "vllm_flash_attn")]
 sys.modules["vllm.vllm_flash_attn"] = flash

@@ -3,7 +3,7 @@
 set -euo pipefail
 from=$1 to=$2
 mkdir -p "$to"
-python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --target "$to" "$from"/vllm/*.whl "$from"/attn_kv-*.whl
+python3 -m pip install -q --upgrade --no-index --no-deps --no-compile --no-cache-dir --target "$to" "$from"/vllm/*.whl "$from"/attn_kv-*.whl
 tar xJf "$from/vllm/vllm.tar.xz" -C "$to"
 cp "$(dirname "$0")/gpu_library.py" "$to/vllm/_C_stable_libtorch.py"
 # Operators of the compiled library are left out of the choices.
