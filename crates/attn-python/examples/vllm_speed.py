@@ -1,9 +1,10 @@
 """Decoding in vLLM over each kind of KV cache: time of a step, tokens per second, prompt tokens per second, room, and the first request after the start.
 
     python vllm_speed.py --context 1024,8192,32768 --batch 1,16,64
+    VLLM_TARGET_DEVICE=cpu python vllm_speed.py --caches bf16,attn_int8,attn_int4 --batch 1 --layers 1 --channels 512 --inner 512
 
 A model of Llama 3 8B's layers (32 query and 8 KV heads of 128 dims, 4096 channels) with `--layers` of them and weights of no meaning. Each cache has an engine of its own, in a
-process of its own. Decoding runs in full CUDA graphs. A step is the time from a request's first new token to its last, by the engine's clock, over the tokens between; the
+process of its own. Decoding runs in full CUDA graphs, on a CPU by vLLM's CPU platform and CPU_ATTN. A step is the time from a request's first new token to its last, by the engine's clock, over the tokens between; the
 median of a batch's requests, whose prompts are in vLLM's prefix cache, and the least of three batches.
 """
 
@@ -38,6 +39,8 @@ def arguments():
     parser.add_argument("--most", type=int, default=16 * 32768, help="tokens of all sequences: larger products of batch and context are left out")
     parser.add_argument("--caches", type=lambda text: text.split(","), default=list(CACHES), help=", ".join(CACHES))
     parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--channels", type=int, default=4096, help="of the model, whose attention stays as it is")
+    parser.add_argument("--inner", type=int, default=14336, help="channels within the feed-forward layer")
     parser.add_argument("--tokens", type=int, default=32, help="new tokens of a call")
     parser.add_argument("--memory", type=float, default=0.85, help="share of the GPU's memory")
     parser.add_argument("--backend", help="vLLM's own attention backend for its own caches, instead of TRITON_ATTN")
@@ -48,13 +51,13 @@ def arguments():
     return parser.parse_args()
 
 
-def write_model(folder, layers, longest):
+def write_model(folder, given, longest):
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": layers,
+        "hidden_size": given.channels,
+        "intermediate_size": given.inner,
+        "num_hidden_layers": given.layers,
         "num_attention_heads": 32,
         "num_key_value_heads": 8,
         "head_dim": 128,
@@ -79,12 +82,16 @@ def measure(given, name):
 
     from vllm import LLM, SamplingParams
 
+    from vllm.platforms import current_platform
+
     backend, dtype = CACHES[name]
+    if current_platform.is_cpu() and backend != "ATTN":
+        backend = "CPU_ATTN"
     if given.backend and backend != "ATTN":
         backend = given.backend
     longest = max(*given.context, FIRST) + 2 * given.tokens + 64
     with tempfile.TemporaryDirectory() as folder:
-        write_model(folder, given.layers, longest)
+        write_model(folder, given, longest)
         begun = time.perf_counter()
         engine = LLM(
             folder,

@@ -148,7 +148,7 @@ def test_the_cpu_platform_answers_with_it_where_it_is_asked_for():
 def test_what_it_cannot_do_is_said():
     usual = dict(num_heads=8, head_size=64, scale=0.125, num_kv_heads=2, kv_cache_dtype="attn_int8")
     plugin.AttnImpl(**usual)
-    for wrong in (dict(kv_cache_dtype="fp8"), dict(attn_type="encoder"), dict(kv_sharing_target_layer_name="x")):
+    for wrong in (dict(kv_cache_dtype="fp8"), dict(attn_type="encoder")):
         with pytest.raises(attn.UnsupportedError) as error:
             plugin.AttnImpl(**{**usual, **wrong})
         assert len(str(error.value)) > 40
@@ -156,6 +156,17 @@ def test_what_it_cannot_do_is_said():
     plugin.AttnImpl(**{**usual, "kv_cache_dtype": "auto"})
     backend = plugin.AttnBackend
     assert all(backend.supports_kv_cache_dtype(name) for name in (*plugin.FORMATS, "auto", None)) and not backend.supports_kv_cache_dtype("fp8")
+    gpu = SimpleNamespace(major=9, minor=0)
+    for dim, name, where, reason in (
+        (512, "attn_int8", gpu, None),
+        (512, "auto", None, None),
+        (256, "attn_bf16", gpu, None),
+        (512, "attn_bf16", gpu, "heads of 512 dims have no cache of 16 bits on a GPU"),
+        (320, None, gpu, "heads of 320 dims have no cache of 16 bits on a GPU"),
+        (72, "attn_int8", gpu, "head_size not supported"),
+    ):
+        reasons = backend.validate_configuration(dim, torch.bfloat16, name, False, where)
+        assert len(reasons) == (reason is not None) and all(said.startswith(reason) for said in reasons), (dim, name, reasons)
 
 
 def names_of(module):
@@ -253,7 +264,7 @@ def test_names_and_arguments_are_vllms():
     for own, name in ((plugin.AttnBackend, "AttentionBackend"), (plugin.AttnMetadataBuilder, "AttentionMetadataBuilder"), (plugin.AttnImpl, "AttentionImpl")):
         theirs = members(name)
         for member, value in vars(own).items():
-            if member in ("plan", "_build", "_pool", "_host_pages", "_load") or member in allowed or member.startswith("__") and member != "__init__":
+            if member in ("plan", "_build", "_pool", "_host_pages", "_load", "_look_at_keys") or member in allowed or member.startswith("__") and member != "__init__":
                 continue
             assert member in theirs, f"{name} has no {member}"
             function = getattr(value, "__func__", value)
@@ -355,6 +366,39 @@ def test_mixed_batches_are_what_a_cache_attends(device, dtype, layer):
         assert (out[n:] == 7.0).all()
         # Floats have no promised bits: kernels of other shapes sum in other orders.
         assert torch.equal(out[:n], wanted) or format == "bf16" and torch.allclose(out[:n].float(), wanted.float(), atol=0.02)
+
+
+def test_keys_with_outlier_channels_are_named(device, caplog):
+    layer = SimpleNamespace(layer_name="model.layers.7")
+
+    def step(host, q_lens, bias):
+        count = sum(q_lens)
+        q, k, v = (rows(count, heads, device) for heads in (8, 2, 2))
+        k[:, 1, :4] += bias
+        caplog.clear()
+        host.impl.forward(layer, q, k, v, host.pool, host.builder.build(0, host.batch(q_lens)), torch.zeros_like(q))
+        return [record.getMessage() for record in caplog.records if "outlier channels" in record.getMessage()]
+
+    (said,) = step(Host(device), [70], 60.0)
+    assert said.startswith("model.layers.7: keys have outlier channels") and "attn_int8 stores" in said and "--kv-cache-dtype-skip-layers" in said
+    assert step(Host(device, "attn_bf16"), [70], 60.0) == []
+    host = Host(device)
+    # Too few tokens of each to tell; then a prompt that is as it should be; the next look is at 512 tokens.
+    assert step(host, [40, 40], 60.0) == [] and host.impl.next_look == 64
+    assert step(host, [3, 64], 2.0) == [] and host.impl.next_look == 512
+    assert step(host, [64, 1], 60.0) == []
+    assert plugin.unevenness(torch.zeros(64, 2, 64)) == 1.0
+
+
+def test_a_layer_attends_anothers_cache(device):
+    host = Host(device)
+    other = plugin.AttnImpl(num_heads=8, head_size=64, scale=0.125, num_kv_heads=2, kv_cache_dtype="attn_int8", kv_sharing_target_layer_name="layer")
+    batch = host.builder.build(0, host.batch([70, 3]))
+    (q, k, v) = (rows(73, heads, device) for heads in (8, 2, 2))
+    out = host.impl.forward(None, q, k, v, host.pool, batch, torch.zeros_like(q))
+    pool = host.pool.clone()
+    assert torch.equal(other.forward(None, q, v, k, host.pool, batch, torch.zeros_like(q)), out) and out.abs().sum() > 0
+    assert torch.equal(host.pool.view(torch.uint8), pool.view(torch.uint8))
 
 
 @pytest.mark.parametrize("q_len", [1, 4])

@@ -15,7 +15,10 @@ What it does and does not:
 - A token's result has the same bits in any batch, chunk or graph (`supports_batch_invariance`).
 - Blocks have 64 tokens, a tile of the kernels, unless `--block-size` says otherwise.
 - Kernels are loaded and the largest plans made in the pass by which vLLM measures memory, so that they are counted and the first request waits for neither.
-- Refused: encoder attention, MLA, decode and prefill context parallelism, K/V shared between layers, quantized outputs, pages with padding between.
+- Caches here have no centres of K, so that biases of a model's K (Qwen 2.5) cost accuracy: keys are looked at in a layer's first prompts, and a warning names the
+  layers whose keys a format stores badly.
+- Layers may share the K and V of another (Gemma 3n, 4).
+- Refused: encoder attention, MLA, decode and prefill context parallelism, heads of more than 256 dims in 16 bits on GPUs, quantized outputs, pages with padding between.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ import logging
 from collections import OrderedDict
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import accumulate
 from typing import Any, ClassVar, Dict, List, Optional, Tuple
 
 import torch
@@ -58,7 +62,12 @@ AUTO: Tuple[Optional[str], ...] = (None, "auto")
 FLOATS: Dict[torch.dtype, str] = {torch.bfloat16: "bf16", torch.float16: "f16"}
 BLOCK_SIZES = [16, 32, 64, 128]
 PREFERRED_BLOCK = 64
-HEAD_SIZES = [64, 80, 96, 128, 192, 256]
+HEAD_SIZES = [64, 80, 96, 128, 160, 192, 256, 320, 512]
+# The most dims of a head that GPUs attend in 16 bits.
+MOST_IN_16_BITS = 256
+# Keys are looked at in a layer's first prompt of `LOOKED_AT` tokens and in those behind `NEXT_LOOK` times as many as before, since slow biases show late; they are stored badly from
+# `MOST_UNEVEN` on. attn-core/src/cache/outliers.rs says why.
+LOOKED_AT, NEXT_LOOK, MOST_UNEVEN = 64, 8, 10.0
 # Plans of batches outside of graphs that are kept.
 _KEPT_PLANS = 16
 # The plans of the largest steps while vLLM measures memory, by layers that have the same.
@@ -195,6 +204,25 @@ class AttnBackend(AttentionBackend):
         return replace(spec, state_content_bytes=cell_bytes(format, spec.head_size))
 
     @classmethod
+    def supports_combination(
+        cls,
+        head_size: int,
+        dtype: torch.dtype,
+        kv_cache_dtype: Optional[str],
+        block_size: Optional[int],
+        use_mla: bool,
+        has_sink: bool,
+        use_sparse: bool,
+        use_mm_prefix: bool,
+        device_capability: Any,
+    ) -> Optional[str]:
+        """Why vLLM is to take another backend for these layers, or none."""
+        is_in_16_bits = FORMATS.get(kv_cache_dtype or "auto", "bf16") == "bf16"
+        if is_in_16_bits and head_size > MOST_IN_16_BITS and device_capability is not None:
+            return f"heads of {head_size} dims have no cache of 16 bits on a GPU (up to {MOST_IN_16_BITS}); use --kv-cache-dtype attn_int8"
+        return None
+
+    @classmethod
     def supports_sink(cls) -> bool:
         return True
 
@@ -319,6 +347,12 @@ def planned_len(longest: int, most: int) -> int:
     return min(-(-longest // step) * step, most)
 
 
+def unevenness(keys: torch.Tensor) -> float:
+    """The mean square of all channels of keys `[tokens, KV heads, head_size]` over that of the middle channel, in the head where it is largest."""
+    squares = keys.float().square().mean(0)
+    return float((squares.mean(-1) / squares.median(-1).values).nan_to_num(nan=1.0).max())
+
+
 @dataclass(frozen=True)
 class Limits:
     """The most that vLLM puts into a step."""
@@ -367,13 +401,17 @@ class AttnImpl(AttentionImpl):
     ) -> None:
         if not AttnBackend.supports_kv_cache_dtype(kv_cache_dtype):
             raise UnsupportedError(f"the attention backend ATTN has no cache of type {kv_cache_dtype!r}; allowed: --kv-cache-dtype {' or '.join(FORMATS)} or auto")
-        if attn_type != AttentionType.DECODER or kv_sharing_target_layer_name is not None:
-            raise UnsupportedError("the attention backend ATTN has decoder layers with a cache of their own alone; choose another backend for this model")
+        if attn_type != AttentionType.DECODER:
+            raise UnsupportedError("the attention backend ATTN has decoder layers alone; choose another backend for this model")
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.num_kv_heads = num_kv_heads or num_heads
         self.kv_cache_dtype = kv_cache_dtype
+        # A layer that attends another's cache, which that one has appended to.
+        self.is_appending = kv_sharing_target_layer_name is None
         self.alibi_slopes, self.sinks = alibi_slopes, sinks
         self.limits = Limits.of_engine()
+        # Tokens of a sequence at the next look at keys.
+        self.next_look = LOOKED_AT
         # Of the CPU: made with the first batch, which knows the blocks.
         self.host_pages: Optional[HostPages] = None
         self.options = dict(
@@ -427,9 +465,11 @@ class AttnImpl(AttentionImpl):
         q = query[:tokens].view(tokens, self.num_heads, self.head_size).contiguous()
         out = output[:tokens].view(tokens, self.num_heads, self.head_size)
         kv = None
-        if key is not None and value is not None:
+        if self.is_appending and key is not None and value is not None:
             kv = tuple(x[:tokens].view(tokens, self.num_kv_heads, self.head_size) for x in (key, value))
         format = FORMATS.get(self.kv_cache_dtype) or float_format(kv_cache.dtype)
+        if kv is not None and format not in FLOATS.values():
+            self._look_at_keys(layer, kv[0], attn_metadata)
         slots = attn_metadata.slot_mapping[:tokens]
         if query.device.type == "cpu":
             pages = self._host_pages(format, attn_metadata.builder.kv_cache_spec.block_size)
@@ -445,6 +485,25 @@ class AttnImpl(AttentionImpl):
             plan.append_slots_now(*kv, pool, slots)
         plan.attend_into(q, out, pool, attn_metadata.block_table, attn_metadata.seq_lens)
         return output
+
+    def _look_at_keys(self, layer: Any, keys: torch.Tensor, batch: AttnMetadata) -> None:
+        """Warns of keys `[tokens, KV heads, head_size]` whose magnitude lies in a few channels, where a look is due."""
+        if batch.max_kv_len < self.next_look or batch.is_capture:
+            return
+        ends = [end for end, q_len in zip(accumulate(batch.q_lens), batch.q_lens) if q_len >= LOOKED_AT]
+        if not ends:
+            return
+        while self.next_look <= batch.max_kv_len:
+            self.next_look *= NEXT_LOOK
+        ratio = unevenness(keys[ends[0] - LOOKED_AT : ends[0]])
+        if ratio > MOST_UNEVEN:
+            _LOG.warning(
+                "%s: keys have outlier channels: their mean square is %.0f times that of the middle channel, so that %s stores the others badly; use --kv-cache-dtype attn_bf16, "
+                "or name the layer in --kv-cache-dtype-skip-layers",
+                getattr(layer, "layer_name", "a layer"),
+                ratio,
+                self.kv_cache_dtype,
+            )
 
     def _load(self, query: torch.Tensor) -> None:
         """Makes the plans of the largest steps, and runs each over no tokens: prompts of as many tokens as `query` has, and decoding, of one sequence and of as many as vLLM runs."""
