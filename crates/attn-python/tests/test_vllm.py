@@ -145,6 +145,21 @@ def test_the_cpu_platform_answers_with_it_where_it_is_asked_for():
             answer(own, good._replace(**change))
 
 
+def test_the_cpu_platform_is_warned_of_spinning_threads(monkeypatch, caplog):
+    plugin.register()
+    own, good = stubs.AttentionBackendEnum["ATTN"], stubs.AttentionSelectorConfig(64, torch.bfloat16, "attn_int8")
+    for name in plugin.IDLE_THREADS:
+        monkeypatch.delenv(name, raising=False)
+    stubs.CpuPlatform.get_attn_backend_cls(own, good)
+    assert "set GOMP_SPINCOUNT=1000" in caplog.text
+    for name in plugin.IDLE_THREADS:
+        caplog.clear()
+        with monkeypatch.context() as environment:
+            environment.setenv(name, "1")
+            stubs.CpuPlatform.get_attn_backend_cls(own, good)
+        assert not caplog.text
+
+
 def test_what_it_cannot_do_is_said():
     usual = dict(num_heads=8, head_size=64, scale=0.125, num_kv_heads=2, kv_cache_dtype="attn_int8")
     plugin.AttnImpl(**usual)

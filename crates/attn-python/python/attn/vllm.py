@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import copyreg
 import logging
+import os
 from collections import OrderedDict
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -65,6 +66,8 @@ PREFERRED_BLOCK = 64
 HEAD_SIZES = [64, 80, 96, 128, 160, 192, 256, 320, 512]
 # The most dims of a head that GPUs attend in 16 bits.
 MOST_IN_16_BITS = 256
+# Variables that say how long OpenMP's idle threads keep their cores.
+IDLE_THREADS = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "KMP_BLOCKTIME")
 # Keys are looked at in a layer's first prompt of `LOOKED_AT` tokens and in those behind `NEXT_LOOK` times as many as before, since slow biases show late; they are stored badly from
 # `MOST_UNEVEN` on. attn-core/src/cache/outliers.rs says why.
 LOOKED_AT, NEXT_LOOK, MOST_UNEVEN = 64, 8, 10.0
@@ -132,6 +135,8 @@ def _serve_on_the_cpu(platform: Any) -> None:
         reasons = AttnBackend.validate_configuration(device_capability=None, **attn_selector_config._asdict())
         if reasons:
             raise ValueError(f"the attention backend ATTN does not serve this model on the CPU: {'; '.join(reasons)} (of {attn_selector_config})")
+        if not any(name in os.environ for name in IDLE_THREADS):
+            _LOG.warning("torch's idle OpenMP threads spin on the cores that attention needs, which takes it two to three times as long; set %s=1000 in the environment", IDLE_THREADS[0])
         return f"{__name__}.AttnBackend"
 
     platform.get_attn_backend_cls = classmethod(get_attn_backend_cls)
