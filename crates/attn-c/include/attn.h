@@ -310,6 +310,9 @@ typedef struct attn_buffers {
   size_t struct_size;
   // attn_plan_info.workspace_bytes bytes, aligned to 256, of which the first zeroed_bytes are zero. Launches that share it do not overlap.
   void *workspace;
+  // attn_plan_info.scratch_bytes bytes, aligned to 256, that launches of any plans may share, one after another; of the workspace only the first
+  // zeroed_bytes are used then. NULL: they are the workspace's.
+  void *scratch;
   // What attn_plan_query_blocks gives, in device memory, or what attn_plan_list_query_blocks has listed; NULL where that is nothing.
   const void *query_blocks;
   // What attn_plan_alibi_slopes gives, in device memory; NULL without.
@@ -363,6 +366,8 @@ typedef struct attn_plan_info {
   size_t workspace_bytes;
   // Bytes at the workspace's start that are zeroed before the first launch.
   size_t zeroed_bytes;
+  // Bytes of the workspace that launches leave nothing in, which plans may share (attn_buffers.scratch).
+  size_t scratch_bytes;
   // Bytes of the query blocks; 0: there are none.
   size_t query_block_bytes;
   // Entries of a sequence in attn_pages.residual_pages; 0 for formats without.

@@ -80,6 +80,9 @@ pub struct Buffers {
     pub struct_size: usize,
     /// attn_plan_info.workspace_bytes bytes, aligned to 256, of which the first zeroed_bytes are zero. Launches that share it do not overlap.
     pub workspace: *mut c_void,
+    /// attn_plan_info.scratch_bytes bytes, aligned to 256, that launches of any plans may share, one after another; of the workspace only the first
+    /// zeroed_bytes are used then. NULL: they are the workspace's.
+    pub scratch: *mut c_void,
     /// What attn_plan_query_blocks gives, in device memory, or what attn_plan_list_query_blocks has listed; NULL where that is nothing.
     pub query_blocks: *const c_void,
     /// What attn_plan_alibi_slopes gives, in device memory; NULL without.

@@ -75,6 +75,8 @@ pub struct PlanInfo {
     pub workspace_bytes: usize,
     /// Bytes at the workspace's start that are zeroed before the first launch.
     pub zeroed_bytes: usize,
+    /// Bytes of the workspace that launches leave nothing in, which plans may share (attn_buffers.scratch).
+    pub scratch_bytes: usize,
     /// Bytes of the query blocks; 0: there are none.
     pub query_block_bytes: usize,
     /// Entries of a sequence in attn_pages.residual_pages; 0 for formats without.
@@ -219,6 +221,7 @@ pub unsafe extern "C" fn attn_plan_get_info(plan: *const Plan, info: *mut PlanIn
             },
             workspace_bytes: plan.plan.workspace_bytes(),
             zeroed_bytes: plan.plan.zeroed_bytes(),
+            scratch_bytes: plan.plan.scratch_bytes(),
             query_block_bytes: plan.plan.query_blocks_bytes(),
             residual_slots: plan.residual_slots(),
             first_residual_pages: plan

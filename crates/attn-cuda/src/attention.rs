@@ -194,6 +194,7 @@ impl Attention<'_> {
             alibi_slopes: lists.slopes.at(base),
             sinks: lists.sinks.at(base),
             workspace,
+            scratch: DeviceAddress::NULL,
         };
         let states = rows.states.map(|[max_sums, o]| SpansArgs {
             tokens_before: lists.tokens_before.at(base),

@@ -83,6 +83,8 @@ pub struct AttendArrays<'py> {
     pub out: Option<Bound<'py, PyCapsule>>,
     pub lse: Option<Bound<'py, PyCapsule>>,
     pub workspace: Bound<'py, PyCapsule>,
+    /// uint8, what plans share; none where it is the workspace's.
+    pub scratch: Option<Bound<'py, PyCapsule>>,
     pub query_blocks: Option<Bound<'py, PyCapsule>>,
     pub alibi_slopes: Option<Bound<'py, PyCapsule>>,
     pub sinks: Option<Bound<'py, PyCapsule>>,

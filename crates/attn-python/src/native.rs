@@ -124,6 +124,11 @@ impl Plan {
         self.plan.workspace_bytes()
     }
 
+    #[getter]
+    fn scratch_bytes(&self) -> usize {
+        self.plan.scratch_bytes()
+    }
+
     /// Bytes of the list of query blocks.
     #[getter]
     fn query_blocks_bytes(&self) -> usize {
@@ -191,7 +196,7 @@ impl Plan {
         let gpu = self.gpu.cuda()?;
         let args = self.decode_args(DeviceKv::Paged(self.sequences(&pages)?), &arrays)?;
         // SAFETY: the arrays have been compared with the plan's shapes, types and device, and lie in memory that the caller's library keeps until
-        // the work enqueued on its stream has run; `attn.torch.Plan` makes the workspace, zeroed, for itself alone. That lengths, pages and
+        // the work enqueued on its stream has run; `attn.torch.Plan` makes the workspace, zeroed, for itself alone, and takes scratch memory for a stream. That lengths, pages and
         // queries on the device are in range is the caller's contract, which `ATTN_CUDA=check=1` checks.
         py.detach(|| unsafe { gpu.decode_on(&self.plan, stream_of(stream), &args) })
             .map_err(errors::of)

@@ -457,3 +457,46 @@ def test_shards_are_merged_by_a_kernel(rng, kind):
     assert (lse.cpu() - want_lse)[:6].abs().max() < 1e-5
     again, _ = torch.compile(lambda a, b: attn.torch.merge(a, b), fullgraph=True)(outs, lses)
     assert torch.equal(again, out)
+
+
+@pytest.mark.parametrize("format", ["int8", "int4-g1", "bf16"])
+def test_plans_share_what_launches_leave_nothing_in(rng, format):
+    """Plans of unlike sizes in turn, over memory that a launch has filled: each as by itself, also those that a graph has captured."""
+    dims, batches = dict(heads=8, kv_heads=2, dim=64, max_kv_len=4096, page_size=64), [96, 40, 64]
+    scratch = attn.torch.Scratch()
+    alone, shared = ([attn.torch.Plan(format, q_lens=[1] * n, **dims, **options) for n in batches] for options in ({}, {"scratch": scratch}))
+    # Made largest first, all have the first one's memory.
+    assert scratch.bytes == shared[0]._scratch.numel() and len({plan._scratch.data_ptr() for plan in shared}) == 1
+    pool = alone[0].new_pool(4 * 64)
+    table = torch.randperm(4 * 64, device="cuda").int().view(4, 64)
+    lens = torch.randint(1, 4097, (96,), dtype=torch.int32, device="cuda")
+    k, v = (torch.from_numpy(rng.standard_normal((4096, 2, 64), dtype="float32")).cuda() for _ in range(2))
+    for i in range(4):
+        slots = (table[i][:, None] * 64 + torch.arange(64, device="cuda")).flatten().long()
+        alone[0].append_slots(k.roll(i, 0), v.roll(-i, 0), pool, slots)
+    # Sequence by sequence the same four, at lengths of their own.
+    table = table.repeat(24, 1)
+    q = torch.from_numpy(rng.standard_normal((96, 8, 64), dtype="float32")).cuda()
+
+    def attend(plan, n):
+        return plan.attend(q[:n], pool, table[:n], lens[:n])
+
+    wanted = [attend(plan, n) for plan, n in zip(alone, batches)]
+    scratch._memory.fill_(255)
+    for _ in range(2):
+        for plan, n, (out, lse) in zip(shared, batches, wanted):
+            got = attend(plan, n)
+            assert torch.equal(got[0], out) and torch.equal(got[1], lse)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = [attend(plan, n) for plan, n in zip(shared, batches)]
+    scratch._memory.fill_(255)
+    for _ in range(2):
+        graph.replay()
+        assert all(torch.equal(got[0], out) for got, (out, _) in zip(captured, wanted))
+    # A larger plan gets memory of its own; the others keep theirs.
+    larger = attn.torch.Plan(format, q_lens=[1] * 256, scratch=scratch, **dims)
+    assert scratch.bytes > shared[0]._scratch.numel() and larger._scratch.numel() == scratch.bytes
+    assert torch.equal(attend(shared[2], 64)[0], wanted[2][0])
+    with pytest.raises(attn.ParameterError, match="scratch"):
+        attn.torch.Plan(format, q_lens=[1], scratch=scratch._memory, **dims)

@@ -344,6 +344,7 @@ impl CudaTimer {
             alibi_slopes: DeviceAddress::NULL,
             sinks: DeviceAddress::NULL,
             workspace: at.address(&step.workspace),
+            scratch: DeviceAddress::NULL,
         }
     }
 

@@ -91,6 +91,7 @@ impl Plan {
                 None => DeviceAddress::NULL,
             },
             workspace: given("workspace", buffers.workspace)?,
+            scratch: address(buffers.scratch),
         })
     }
 }
@@ -160,6 +161,7 @@ pub unsafe extern "C" fn attn_plan_attend_spans(
         };
         let buffers = Buffers {
             workspace: spans.o.cast(),
+            scratch: std::ptr::null_mut(),
             ..buffers
         };
         let args = plan.decode_args(DeviceKv::Paged(plan.sequences(&pages)?), &rows, &buffers)?;

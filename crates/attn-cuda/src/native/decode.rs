@@ -52,6 +52,12 @@ impl NativePlan {
         self.launch_plan.workspace_bytes()
     }
 
+    /// Bytes of the workspace that launches of any plans may share, aligned to 256: [`DecodeArgs::scratch`].
+    #[must_use]
+    pub fn scratch_bytes(&self) -> usize {
+        self.launch_plan.scratch_bytes()
+    }
+
     /// Bytes at the workspace's start to zero once; launches leave them zero.
     #[must_use]
     pub fn zeroed_bytes(&self) -> usize {
@@ -352,8 +358,8 @@ impl CudaBackend {
     ///
     /// # Safety
     /// - `stream` is a live `CUstream` of this backend's context (the device's primary one), which is current on this thread.
-    /// - Every address in `args` is device memory of the documented type and length, aligned to 16 bytes (`workspace`: 256), and stays
-    ///   so until the work has run; `out`, `lse` and the workspace overlap nothing else that runs meanwhile.
+    /// - Every address in `args` is device memory of the documented type and length, aligned to 16 bytes (`workspace`, `scratch`: 256), and
+    ///   stays so until the work has run; `out`, `lse`, the workspace and the scratch memory overlap nothing else that runs meanwhile.
     /// - On the device, every `kv_lens` is 0 to [`NativePlan::max_kv_len`]; every page that a length reaches, and the residual pages of the
     ///   first and last ones, are in the pool; queries are finite and within `Error::QueryRange`; K and V were written by append.
     /// - The workspace's first [`NativePlan::zeroed_bytes`] bytes were zeroed before its first launch, and again whenever

@@ -29,10 +29,13 @@ pub struct DecodeArgs {
     pub sinks: DeviceAddress,
     /// [`NativePlan::workspace_bytes`](crate::native::NativePlan::workspace_bytes) bytes, aligned to 256, of which the first [`NativePlan::zeroed_bytes`](crate::native::NativePlan::zeroed_bytes) are zero.
     pub workspace: DeviceAddress,
+    /// [`NativePlan::scratch_bytes`](crate::native::NativePlan::scratch_bytes) bytes, aligned to 256, that hold nothing from launch to launch: launches of any plans, one after
+    /// another, may share them. Null: they are the workspace's, behind those that are zero.
+    pub scratch: DeviceAddress,
 }
 
 impl DecodeArgs {
-    /// The addresses that every launch has; those of `lse`, query blocks, slopes and sinks are null.
+    /// The addresses that every launch has; those of `lse`, query blocks, slopes, sinks and scratch are null.
     #[must_use]
     pub fn new(
         q: DeviceAddress,
@@ -51,6 +54,7 @@ impl DecodeArgs {
             alibi_slopes: DeviceAddress::NULL,
             sinks: DeviceAddress::NULL,
             workspace,
+            scratch: DeviceAddress::NULL,
         }
     }
 }

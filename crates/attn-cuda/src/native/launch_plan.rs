@@ -17,6 +17,7 @@ use attn_kernels::cuda::{
 
 use self::limits::{MOST_WORK, check_counts, check_work, work};
 use super::{
+    DeviceAddress,
     decode_args::{CentresArgs, DecodeArgs, SpansArgs},
     dequantize::Dequantized,
     dtype,
@@ -281,6 +282,20 @@ impl LaunchPlan {
         }
     }
 
+    /// Bytes of memory that launches leave nothing in for the next one, aligned to 256: the workspace's without those that are zero.
+    #[must_use]
+    pub fn scratch_bytes(&self) -> usize {
+        self.workspace_bytes() - self.zeroed_bytes()
+    }
+
+    /// Where what lies behind the counters is: in the scratch memory of its own, in that of the workspace, or, of partials that are zeroed, in the workspace.
+    fn behind_counters(&self, args: &DecodeArgs) -> DeviceAddress {
+        match args.scratch.is_null() || self.partials_are_zeroed {
+            true => args.workspace.offset(self.counters_bytes),
+            false => args.scratch,
+        }
+    }
+
     /// The blocks of query tokens that a launch reads at [`DecodeArgs::query_blocks`]; none where every sequence has the same few, or the device
     /// makes the list.
     #[must_use]
@@ -351,7 +366,8 @@ impl LaunchPlan {
         let Some(dequantized) = &self.dequantized else {
             return (None, params);
         };
-        let at = args.workspace.offset(self.before_dequantized());
+        let behind = self.before_dequantized() - self.counters_bytes;
+        let at = self.behind_counters(args).offset(behind);
         let (make, attend) = dequantized.params(&params, self.num_blocks, at);
         (Some(make), attend)
     }
@@ -396,6 +412,7 @@ impl LaunchPlan {
             check_scale_address((Side::V, self.format.v), v_scales, p.num_kv_heads)?;
         }
         let kv = args.kv.decode_params(self.layout, self.pages.as_ref())?;
+        let partials = self.behind_counters(args);
         let [window_left, chunk] = p.scores.kernel_masks();
         Ok(DecodeParams {
             q: args.q.get(),
@@ -405,11 +422,8 @@ impl LaunchPlan {
             alibi_slopes: args.alibi_slopes.get(),
             sinks: args.sinks.get(),
             counters: args.workspace.get(),
-            partial_max_sum: args.workspace.offset(self.counters_bytes).get(),
-            partial_o: args
-                .workspace
-                .offset(self.counters_bytes + self.max_sum_bytes)
-                .get(),
+            partial_max_sum: partials.get(),
+            partial_o: partials.offset(self.max_sum_bytes).get(),
             row_states_at: (self.partial_o_bytes / 4) as u64,
             log2_scale: p.score_scale() * LOG2_E,
             softcap_inner: p.scores.softcap.map_or(0.0, |cap| 2.0 / cap),

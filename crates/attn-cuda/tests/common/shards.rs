@@ -338,6 +338,7 @@ fn attend<M: Machine>(
         alibi_slopes: some(problem.scores.alibi_slopes.is_some(), slopes),
         sinks: DeviceAddress::NULL,
         workspace: DeviceAddress::NULL,
+        scratch: DeviceAddress::NULL,
     };
     let to = SpansArgs {
         tokens_before,

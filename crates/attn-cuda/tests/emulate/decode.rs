@@ -365,6 +365,11 @@ impl Job {
             &vec![f32::NAN; case.problem.out_elements()],
         ));
         let mut lse = vec![f32::NAN; case.problem.rows()];
+        // What launches leave nothing in lies in the workspace and, in the second run, apart.
+        let mut scratch = match dtype {
+            Dtype::F32 => Vec::new(),
+            _ => vec![u64::MAX; plan.scratch_bytes() / 8 + 32],
+        };
         let args = DecodeArgs {
             q: address(&q),
             out: DeviceAddress::new(out.as_mut_ptr() as u64),
@@ -375,6 +380,13 @@ impl Job {
             alibi_slopes: some(&inputs.slopes),
             sinks: some(case.problem.scores.sinks.as_deref().unwrap_or(&[])),
             workspace: DeviceAddress::new(inputs.workspace_at as u64),
+            scratch: match scratch.is_empty() {
+                true => DeviceAddress::NULL,
+                false => {
+                    let at = scratch.as_mut_ptr().expose_provenance();
+                    DeviceAddress::new(at.next_multiple_of(256) as u64)
+                }
+            },
         };
         let mut params = plan.params(&case.problem, &args)?;
         if let Some(centres) = &inputs.centres {

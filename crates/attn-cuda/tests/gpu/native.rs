@@ -198,6 +198,7 @@ impl<'a> Engine<'a> {
                 false => DeviceAddress::NULL,
             },
             workspace: b.address(&self.workspace),
+            scratch: DeviceAddress::NULL,
         }
     }
 

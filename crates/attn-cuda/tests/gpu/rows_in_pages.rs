@@ -87,6 +87,7 @@ fn decode(
         alibi_slopes: DeviceAddress::NULL,
         sinks: DeviceAddress::NULL,
         workspace: buffers.address(&workspace),
+        scratch: DeviceAddress::NULL,
     };
     // SAFETY: the buffers have the sizes of the problem and of the pages, live until the downloads, and were zeroed by their allocation; one
     // stream; where a page is not in the pool, the backend checks the table before it launches.

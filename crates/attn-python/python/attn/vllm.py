@@ -47,7 +47,7 @@ from vllm.v1.kv_cache_interface import KVCacheLayout
 from . import _attn
 from ._errors import UnsupportedError
 from ._host_pages import HostPages
-from .torch import Plan
+from .torch import Plan, Scratch
 
 # vLLM's name of a cache type, and the format of its pages.
 FORMATS: Dict[str, str] = {"attn_int8": "int8", "attn_int8_int4": "int8/int4-w0", "attn_int4": "int4-g1", "attn_bf16": "bf16"}
@@ -299,6 +299,8 @@ class AttnMetadataBuilder(AttentionMetadataBuilder):
         # vLLM has measured memory: the plans of the largest steps leave it to those of real ones.
         _largest_plans.clear()
         # Graphs hold the workspaces of the plans that they captured.
+        # vLLM captures the largest batch first, whose scratch memory serves the others.
+        self.scratch = Scratch()
         self.captured: Dict[Tuple, Plan] = {}
         self.plans: "OrderedDict[Tuple, Plan]" = OrderedDict()
 
@@ -333,7 +335,7 @@ class AttnMetadataBuilder(AttentionMetadataBuilder):
         key = (impl.key, format, batch.q_lens, batch.max_kv_len)
         plan = self.captured.get(key) or self.plans.get(key)
         if plan is None:
-            options = dict(impl.options, q_lens=batch.q_lens, max_kv_len=batch.max_kv_len, device=device)
+            options = dict(impl.options, q_lens=batch.q_lens, max_kv_len=batch.max_kv_len, device=device, scratch=self.scratch)
             plan = Plan(format, page_size=self.kv_cache_spec.block_size, **options)
         if batch.is_capture:
             self.captured[key] = plan
@@ -522,10 +524,10 @@ class AttnImpl(AttentionImpl):
         prompt = max(min(len(query), limits.tokens), 1)
         decoding = (limits.decoded,) * limits.sequences
         steps = {(prompt,), decoding[:1], decoding, (prompt,) + decoding[1:]}
-        made = _largest_plans[key] = []
-        for q_lens in sorted(steps):
+        made, scratch = _largest_plans.setdefault(key, []), Scratch()
+        for q_lens in sorted(steps, key=sum, reverse=True):
             for longest in sorted({planned_len(max(q_lens), limits.tokens), limits.tokens}):
-                plan = Plan(format, page_size=limits.block, q_lens=q_lens, max_kv_len=longest, device=query.device, **self.options)
+                plan = Plan(format, page_size=limits.block, q_lens=q_lens, max_kv_len=longest, device=query.device, scratch=scratch, **self.options)
                 pool = plan.new_pool(1)
                 nothing = torch.zeros(len(q_lens), dtype=torch.int32, device=query.device)
                 rows = query.new_zeros(sum(q_lens), self.num_heads, self.head_size)

@@ -64,6 +64,10 @@ impl Plan {
                 .list("lse", Some(lse), (Dtype::F32, 4 * self.problem.rows()))?,
             None => DeviceAddress::NULL,
         };
+        let workspace_bytes = match arrays.scratch {
+            Some(_) => self.plan.zeroed_bytes(),
+            None => self.plan.workspace_bytes(),
+        };
         Ok(DecodeArgs {
             q: q_memory.address,
             out,
@@ -88,8 +92,15 @@ impl Plan {
             workspace: self.gpu.list(
                 "workspace",
                 Some(&arrays.workspace),
-                (Dtype::U8, self.plan.workspace_bytes()),
+                (Dtype::U8, workspace_bytes),
             )?,
+            scratch: match &arrays.scratch {
+                Some(scratch) => {
+                    let needed = (Dtype::U8, self.plan.scratch_bytes());
+                    self.gpu.list("scratch", Some(scratch), needed)?
+                }
+                None => DeviceAddress::NULL,
+            },
         })
     }
 

@@ -2,7 +2,7 @@
 
 use super::*;
 use attn_core::{Arithmetic, HeadDim, Heads, Scheme};
-use attn_kernels::cuda::{Arch, embedded::common};
+use attn_kernels::cuda::{Arch, KernelChoice, embedded::common};
 
 use super::super::{DeviceAddress, DeviceKv, PagedSequences, Pages};
 
@@ -309,5 +309,59 @@ fn numbers_of_more_than_31_bits_are_refused() {
         let what = "page_table_stride";
         let result = plan.params(&problem, &args(stride));
         assert!(matches!(result, Err(Error::Parameter { what: w, .. }) if w == what));
+    }
+}
+
+/// Kills offsets from the workspace for what lies in the scratch memory, and partials that rely on zeros there.
+#[test]
+fn scratch_memory_has_all_but_what_is_zeroed() {
+    let heads = Heads::new(16, 1, 128);
+    let (workspace, scratch) = (DeviceAddress::new(0x1000), DeviceAddress::new(0x8000_0000));
+    for (q_len, batch, kernel) in [
+        (1, 64, KernelChoice::Auto),
+        (4096, 1, KernelChoice::Auto),
+        (1, 1, KernelChoice::LowLatencyGlobal),
+    ] {
+        let problem = Problem::new(heads, vec![8192; batch]).q_len(q_len);
+        let problem = problem.arithmetic(Arithmetic::Fast);
+        let kind = PlanKind::Ragged;
+        let preferences = Preferences {
+            kernel,
+            ..Preferences::default()
+        };
+        let (format, layout) = (KvFormat::INT8, KvLayout::Pages(64));
+        let plan = LaunchPlan::new(kind, limits(), &preferences, &problem, format, layout).unwrap();
+        let given = format!("{q_len} tokens, batch {batch}, {:?}", plan.config.kernel);
+        let sizes = [plan.zeroed_bytes(), plan.scratch_bytes()];
+        assert_eq!(
+            sizes.iter().sum::<usize>(),
+            plan.workspace_bytes(),
+            "{given}"
+        );
+        let at = |scratch| {
+            let args = DecodeArgs {
+                workspace,
+                scratch,
+                query_blocks: DeviceAddress::new(0x100),
+                ..args(128)
+            };
+            let params = plan.params(&problem, &args).unwrap();
+            let made = plan.dequantize_params(&args, params).0;
+            [
+                params.counters,
+                params.partial_max_sum,
+                params.partial_o,
+                made.map_or(0, |made| made.pages),
+            ]
+        };
+        let [within, apart] = [at(DeviceAddress::NULL), at(scratch)];
+        assert_eq!([within[0], apart[0]], [0x1000; 2], "{given}");
+        let moved = match plan.config.kernel {
+            Kernel::LowLatencyGlobal => 0,
+            _ => scratch.get() - workspace.offset(plan.zeroed_bytes()).get(),
+        };
+        let moves = |i: usize| apart[i].wrapping_sub(within[i]);
+        assert_eq!([moves(1), moves(2)], [moved; 2], "{given}");
+        assert_eq!(moves(3), if within[3] > 0 { moved } else { 0 }, "{given}");
     }
 }

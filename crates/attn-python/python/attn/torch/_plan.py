@@ -56,10 +56,34 @@ _PLANS: Dict[int, "Plan"] = {}
 _NUMBERS = itertools.count(1)
 
 
+class Scratch:
+    """Memory in which launches leave nothing for the next one: plans share it whose launches follow one another on one stream, such as those of a model's batch shapes.
+
+    It is as large as its largest plan needs, where plans' own would add up. A plan keeps what it was made with, and a larger one gets new memory: make the largest first.
+    """
+
+    def __init__(self) -> None:
+        self._memory: Optional[torch.Tensor] = None
+
+    @property
+    def bytes(self) -> int:
+        """Its size now."""
+        return 0 if self._memory is None else self._memory.numel()
+
+    def _at_least(self, needed: int, device: torch.device) -> torch.Tensor:
+        memory = self._memory
+        if memory is not None and memory.device != device:
+            raise ParameterError(f"scratch lies on {memory.device}, and the plan on {device}; make one for each device")
+        if memory is None or memory.numel() < needed:
+            memory = self._memory = torch.empty(needed, dtype=torch.uint8, device=device)
+        return memory
+
+
 class Plan:
     """Launches for a batch shape: one number of query tokens for each sequence, lengths up to `max_kv_len`.
 
-    A plan's workspace serves one launch at a time: use it on one stream, or one plan for each stream. Results do not depend on the plan.
+    A plan's workspace serves one launch at a time: use it on one stream, or one plan for each stream. Results do not depend on the plan. A workspace grows with the number of
+    sequences times `max_kv_len` (about 1.5 % of that many tokens in `"int8"`); plans of many batch shapes share one `Scratch`.
 
     Args:
         format: what pages hold, as for `attn.Cache`.
@@ -76,6 +100,7 @@ class Plan:
         device: `"cuda"`, `"cuda:1"`, a torch.device; torch's current one if not given.
         scale, causal, softcap, window_left, chunk, alibi_slopes, sinks, arithmetic: as for `attn.Cache.attend`.
         k_scales, v_scales: static scales for `"fp8"` and `"int8-tensor"`, one for each KV head.
+        scratch: memory that the plan shares with others of the same stream.
 
     Raises:
         ParameterError, UnsupportedError, DeviceError.
@@ -107,7 +132,10 @@ class Plan:
         arithmetic: str = "exact",
         k_scales: Any = None,
         v_scales: Any = None,
+        scratch: Optional[Scratch] = None,
     ) -> None:
+        if not isinstance(scratch, (Scratch, type(None))):
+            raise refusal("scratch", scratch, "an attn.torch.Scratch")
         options = _arguments(
             format=format_name(format),
             heads=count("heads", heads, 1),
@@ -145,7 +173,12 @@ class Plan:
         with torch.cuda.device(self.device):
             self._plan = _attn.NativePlan(options, f"cuda:{index}")
             blocks, slopes = self._plan.lists()
-            self._workspace = torch.zeros(max(self._plan.workspace_bytes, 1), dtype=torch.uint8, device=self.device)
+            own = self._plan.workspace_bytes
+            self._scratch = None
+            if scratch is not None and self._plan.scratch_bytes > 0:
+                own -= self._plan.scratch_bytes
+                self._scratch = scratch._at_least(self._plan.scratch_bytes, self.device)
+            self._workspace = torch.zeros(max(own, 1), dtype=torch.uint8, device=self.device)
             self._blocks = self._bytes(blocks)
             if options.ragged:  # of no tokens, until `set_query_starts` lists some
                 self._blocks = torch.zeros(self._plan.query_blocks_bytes, dtype=torch.uint8, device=self.device)
@@ -212,6 +245,7 @@ class Plan:
             out=out,
             lse=lse,
             workspace=self._workspace,
+            scratch=self._scratch,
             query_blocks=self._blocks,
             alibi_slopes=self._slopes,
             sinks=self._sinks,
