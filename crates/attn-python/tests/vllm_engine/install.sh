@@ -8,3 +8,5 @@ tar xJf "$from/vllm/vllm.tar.xz" -C "$to"
 cp "$(dirname "$0")/gpu_library.py" "$to/vllm/_C_stable_libtorch.py"
 # Operators of the compiled library are left out of the choices.
 sed -i 's/\["vllm_c", "native"\]/["native"]/' "$to/vllm/platforms/cuda.py"
+# Once for all processes, each of which would compile thousands of files. Some are no Python of this version.
+python3 -m compileall -q -j 0 "$to" >/dev/null 2>&1 || true
