@@ -785,6 +785,13 @@ void attn_plan_destroy(struct attn_plan *plan);
 // Needs: plan has not been destroyed; info is writable.
 enum attn_status attn_plan_get_info(const struct attn_plan *plan, struct attn_plan_info *info);
 
+// Loads the kernels of all plans that are no larger than this one: of at most as many sequences, query tokens and KV tokens, else of the same configuration. Those
+// that the library has no image of are compiled side by side, which takes seconds: an engine that calls it at its start has no such step later.
+//
+// Needs: plan has not been destroyed; count is NULL or writable: how many kernels there are.
+enum attn_status attn_plan_load_smaller(const struct attn_plan *plan,
+                                        size_t *count);
+
 // Copies a plan's query blocks to host memory of attn_plan_info.query_block_bytes bytes, for attn_buffers. Not for a ragged plan, whose list
 // attn_plan_list_query_blocks makes: writes nothing.
 //

@@ -237,6 +237,24 @@ pub unsafe extern "C" fn attn_plan_get_info(plan: *const Plan, info: *mut PlanIn
     })
 }
 
+/// Loads the kernels of all plans that are no larger than this one: of at most as many sequences, query tokens and KV tokens, else of the same configuration. Those
+/// that the library has no image of are compiled side by side, which takes seconds: an engine that calls it at its start has no such step later.
+///
+/// # Safety
+/// `plan` has not been destroyed; `count` is NULL or writable: how many kernels there are.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn attn_plan_load_smaller(plan: *const Plan, count: *mut usize) -> Status {
+    call(|| {
+        // SAFETY: this function's contract.
+        let (plan, count) = unsafe { (handle("plan", plan)?, count.as_mut()) };
+        let loaded = plan.device.cuda("plan")?.load_smaller(&plan.plan)?;
+        if let Some(count) = count {
+            *count = loaded;
+        }
+        Ok(())
+    })
+}
+
 /// Copies a plan's query blocks to host memory of attn_plan_info.query_block_bytes bytes, for attn_buffers. Not for a ragged plan, whose list
 /// attn_plan_list_query_blocks makes: writes nothing.
 ///

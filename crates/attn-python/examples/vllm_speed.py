@@ -5,7 +5,8 @@
 
 A model of Llama 3 8B's layers (32 query and 8 KV heads of 128 dims, 4096 channels) with `--layers` of them and weights of no meaning. Each cache has an engine of its own, in a
 process of its own. Decoding runs in full CUDA graphs, on a CPU by vLLM's CPU platform and CPU_ATTN. A step is the time from a request's first new token to its last, by the engine's clock, over the tokens between; the
-median of a batch's requests, whose prompts are in vLLM's prefix cache, and the least of three batches.
+median of a batch's requests, whose prompts are in vLLM's prefix cache, and the least of three batches. Mixed steps are those of new requests, one after another: the prompt of one beside
+tokens of those ahead; all their tokens, prompts' and new ones, over the time of all.
 """
 
 import argparse
@@ -29,6 +30,8 @@ CACHES = {
 WORDS = 32768
 # Tokens of the first requests.
 FIRST = 512
+# Tokens of the prompts of mixed steps, or the context next to it, and new tokens of each.
+MIXED, MIXED_TOKENS = 8192, 64
 
 
 def arguments():
@@ -89,7 +92,7 @@ def measure(given, name):
         backend = "CPU_ATTN"
     if given.backend and backend != "ATTN":
         backend = given.backend
-    longest = max(*given.context, FIRST) + 2 * given.tokens + 64
+    longest = max(*given.context, FIRST) + max(2 * given.tokens, MIXED_TOKENS) + 64
     with tempfile.TemporaryDirectory() as folder:
         write_model(folder, given, longest)
         begun = time.perf_counter()
@@ -147,6 +150,10 @@ def measure(given, name):
             for batch in batches:
                 least = min(step(asked[:batch]) for _ in range(3))
                 row(given, cache=name, context=length, batch=batch, step_ms=least * 1e3, tokens_per_s=batch / least)
+        length = min(given.context, key=lambda length: abs(length - MIXED))
+        count = min(16, max(given.batch), room // (length + MIXED_TOKENS))
+        took = seconds(prompts(count, length), MIXED_TOKENS)
+        row(given, cache=name, mixed_context=length, mixed_batch=count, mixed_tokens_per_s=count * (length + MIXED_TOKENS) / took)
 
 
 def compilation(batches):
@@ -168,7 +175,7 @@ def table(rows, caches):
     for context, batch in sorted({key[:2] for key in steps}):
         own = [steps.get((context, batch, name)) for name in caches]
         print(f"| {context} | {batch} | " + " | ".join("–" if x is None else f"{x:.2f} ({own[0] / x:.2f})" if own[0] else f"{x:.2f}" for x in own) + " |")
-    for kind, unit in (("prompt_tokens_per_s", "prompt tokens/s"), ("room", "tokens of room"), ("start_s", "start, s"), ("first_ms", "first request, ms"), ("second_ms", "second")):
+    for kind, unit in (("prompt_tokens_per_s", "prompt tokens/s"), ("mixed_tokens_per_s", "tokens/s of mixed steps"), ("room", "tokens of room"), ("start_s", "start, s"), ("first_ms", "first request, ms"), ("second_ms", "second")):
         best = {name: max((r[kind] for r in rows if r["cache"] == name and kind in r), default=None) for name in caches}
         print(f"| {unit} | | " + " | ".join("–" if x is None else f"{x:.0f}" for x in best.values()) + " |")
 

@@ -3,6 +3,8 @@
 mod args;
 mod places;
 
+use std::sync::OnceLock;
+
 use attn::{
     CacheConfig, Heads, KvFormat, PageLayout, Problem, Window,
     backends::cuda::native::{
@@ -40,7 +42,8 @@ pub struct Plan {
 struct Launches {
     append: Prepared<AppendArgs>,
     append_slots: Prepared<SlotAppendArgs>,
-    export: Prepared<ExportArgs>,
+    /// Loaded at its first use.
+    export: OnceLock<Prepared<ExportArgs>>,
 }
 
 impl Plan {
@@ -92,7 +95,7 @@ impl Plan {
                     let launches = Launches {
                         append: gpu.prepare_op(shape)?,
                         append_slots: gpu.prepare_op(shape)?,
-                        export: gpu.prepare_op(layout)?,
+                        export: OnceLock::new(),
                     };
                     (KvLayout::Pages(options.page_size), Some(launches))
                 }
@@ -127,6 +130,13 @@ impl Plan {
     #[getter]
     fn scratch_bytes(&self) -> usize {
         self.plan.scratch_bytes()
+    }
+
+    /// Loads the kernels of all plans that are no larger.
+    fn load_smaller(&self, py: Python<'_>) -> PyResult<usize> {
+        let gpu = self.gpu.cuda()?;
+        py.detach(|| gpu.load_smaller(&self.plan))
+            .map_err(errors::of)
     }
 
     /// Bytes of the list of query blocks.
@@ -268,7 +278,16 @@ impl Plan {
         stream: u64,
     ) -> PyResult<()> {
         let args = self.export_args(self.sequences(&pages)?, &rows)?;
-        let export = &self.launches()?.export;
+        let place = &self.launches()?.export;
+        let export = match place.get() {
+            Some(export) => export,
+            None => {
+                let gpu = self.gpu.cuda()?;
+                let load = || gpu.prepare_op(self.layout);
+                let export = py.detach(load).map_err(errors::of)?;
+                place.get_or_init(|| export)
+            }
+        };
         // SAFETY: as for `attend`; that ranges end inside their sequences and inside the rows is the caller's contract.
         unsafe { self.gpu.enqueue(py, export, stream, &args) }
     }

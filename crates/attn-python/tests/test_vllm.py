@@ -25,6 +25,7 @@ else:
 
     stubs.install()
     import attn.vllm as plugin
+    from attn import _outlier_keys
 
 
 @pytest.fixture(autouse=True)
@@ -279,7 +280,7 @@ def test_names_and_arguments_are_vllms():
     for own, name in ((plugin.AttnBackend, "AttentionBackend"), (plugin.AttnMetadataBuilder, "AttentionMetadataBuilder"), (plugin.AttnImpl, "AttentionImpl")):
         theirs = members(name)
         for member, value in vars(own).items():
-            if member in ("plan", "_build", "_pool", "_host_pages", "_load", "_look_at_keys") or member in allowed or member.startswith("__") and member != "__init__":
+            if member in ("plan", "_build", "_pool", "_host_pages", "_load") or member in allowed or member.startswith("__") and member != "__init__":
                 continue
             assert member in theirs, f"{name} has no {member}"
             function = getattr(value, "__func__", value)
@@ -392,6 +393,9 @@ def test_keys_with_outlier_channels_are_named(device, caplog):
         k[:, 1, :4] += bias
         caplog.clear()
         host.impl.forward(layer, q, k, v, host.pool, host.builder.build(0, host.batch(q_lens)), torch.zeros_like(q))
+        if q.is_cuda:
+            torch.cuda.synchronize()
+        _outlier_keys.tell()
         return [record.getMessage() for record in caplog.records if "outlier channels" in record.getMessage()]
 
     (said,) = step(Host(device), [70], 60.0)
@@ -399,10 +403,10 @@ def test_keys_with_outlier_channels_are_named(device, caplog):
     assert step(Host(device, "attn_bf16"), [70], 60.0) == []
     host = Host(device)
     # Too few tokens of each to tell; then a prompt that is as it should be; the next look is at 512 tokens.
-    assert step(host, [40, 40], 60.0) == [] and host.impl.next_look == 64
-    assert step(host, [3, 64], 2.0) == [] and host.impl.next_look == 512
+    assert step(host, [40, 40], 60.0) == [] and host.impl.key_look.next_at == 64
+    assert step(host, [3, 64], 2.0) == [] and host.impl.key_look.next_at == 512
     assert step(host, [64, 1], 60.0) == []
-    assert plugin.unevenness(torch.zeros(64, 2, 64)) == 1.0
+    assert _outlier_keys.unevenness(torch.zeros(64, 2, 64)) == 1.0
 
 
 def test_a_layer_attends_anothers_cache(device):
@@ -464,7 +468,7 @@ def test_the_measuring_pass_makes_the_plans_of_the_largest_steps(gpu, dtype, mon
         cache_config=SimpleNamespace(block_size=32),
         speculative_config=SimpleNamespace(num_speculative_tokens=3),
     )
-    monkeypatch.setitem(stubs.CURRENT, 0, config)
+    monkeypatch.setattr(stubs, "CURRENT", [config])
     host = Host(gpu, dtype)
     query = torch.zeros(5000, 8, 64, dtype=torch.bfloat16, device=gpu)
     for _ in range(2):

@@ -164,7 +164,7 @@ impl Shape {
         let HeadDim { k: dim, v: v_dim } = self.head_dim;
         let has_one_scale = |scheme: Scheme| scheme.groups(dim) == 1;
         let is_covered = match self.format.is_integer() {
-            true => k.code_bits() == v.code_bits() && has_one_scale(k) && has_one_scale(v),
+            true => has_one_scale(k) && has_one_scale(v),
             false => k == v,
         };
         // Products of bytes have V along the tokens, as rows have not. Of many dims, registers suffice for 16-bit floats, and shared memory for a ring of both warpgroups'.

@@ -21,8 +21,8 @@ pub(crate) const TEAM_PARTIALS: usize = 4;
 enum Unpacked {
     /// They are read as they are.
     Nothing { integers: bool },
-    /// Codes of 4 bits into bytes, with their parameters.
-    Bytes,
+    /// Codes of 4 bits into bytes, with their parameters, beside which those of values in 8 bits are copied.
+    Bytes { values_are_bytes: bool },
     /// Codes of fp8 into f16.
     Floats,
 }
@@ -84,11 +84,13 @@ impl Stage {
             } else {
                 1
             },
-            unpacked: match format.k {
-                Scheme::Fp8E4m3 => Unpacked::Floats,
-                scheme if !scheme.is_integer() => Unpacked::Nothing { integers: false },
-                scheme if scheme.code_bits() == 4 => Unpacked::Bytes,
-                _ => Unpacked::Nothing { integers: true },
+            unpacked: match [format.k, format.v].map(Scheme::code_bits) {
+                _ if format.k == Scheme::Fp8E4m3 => Unpacked::Floats,
+                _ if !format.is_integer() => Unpacked::Nothing { integers: false },
+                [8, 8] => Unpacked::Nothing { integers: true },
+                [_, v] => Unpacked::Bytes {
+                    values_are_bytes: v == 8,
+                },
             },
             wide: wide.next_multiple_of(align),
             // Wider ones lie where the states did.
@@ -149,6 +151,7 @@ fn many_rows_bytes(config: &KernelConfig, stage: &Stage, head_dim: usize) -> usi
     let teams = WARPGROUPS / config.row_warps;
     let tile = arithmetic::TILE;
     let dims = WARPGROUPS * 64 * head_dim;
+    let scales = WARPGROUPS * 4 * tile * 4;
     let (unpacked, rows) = match stage.unpacked {
         // First parts of queries, or none where they are in registers.
         Unpacked::Floats => {
@@ -158,13 +161,11 @@ fn many_rows_bytes(config: &KernelConfig, stage: &Stage, head_dim: usize) -> usi
         // First parts of queries.
         Unpacked::Nothing { integers: false } => (0, dims * 2),
         // Queries, states of spans, thresholds, and V's scales of each warp.
-        Unpacked::Nothing { integers: true } => {
-            let scales = WARPGROUPS * 4 * tile * 4;
-            (0, dims * 5 + tile * 4 + scales)
-        }
-        Unpacked::Bytes => {
+        Unpacked::Nothing { integers: true } => (0, dims * 5 + tile * 4 + scales),
+        Unpacked::Bytes { values_are_bytes } => {
             let stages = teams * UNPACKED_STAGES * (tile * (head_dim + 8) + 16);
-            (stages, dims * 5 + tile * 4)
+            let scales = if values_are_bytes { scales } else { 0 };
+            (stages, dims * 5 + tile * 4 + scales)
         }
     };
     teams * config.stages * (stage.bytes + 16) + unpacked + rows + 64 + 16 * teams + 16 + teams * 80

@@ -101,6 +101,20 @@ impl NativePlan {
         self.format
     }
 
+    /// How K and V lie.
+    pub(super) fn layout(&self) -> KvLayout {
+        self.layout
+    }
+
+    /// What the plan is for.
+    pub(super) fn kind(&self) -> PlanKind {
+        match (&self.list_blocks, self.launch_plan.leaves_spans()) {
+            (Some(_), _) => PlanKind::Ragged,
+            (None, true) => PlanKind::Spans,
+            (None, false) => PlanKind::Known,
+        }
+    }
+
     /// Spans of the longest sequence that a launch takes, at least one: states of each row that [`CudaBackend::attend_spans_on`] leaves.
     #[must_use]
     pub fn spans(&self) -> usize {

@@ -61,6 +61,7 @@ pub(crate) mod read;
 mod rotary;
 mod rows;
 pub(crate) mod slots;
+mod smaller;
 
 pub use append::{AppendArgs, AppendShape};
 pub use attn_kernels::cuda::KvLayout;

@@ -29,7 +29,6 @@ import os
 from collections import OrderedDict
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import accumulate
 from typing import Any, ClassVar, Dict, List, Optional, Tuple
 
 import torch
@@ -47,6 +46,7 @@ from vllm.v1.kv_cache_interface import KVCacheLayout
 from . import _attn
 from ._errors import UnsupportedError
 from ._host_pages import HostPages
+from ._outlier_keys import LOOKED_AT, KeyLook, unevenness
 from .torch import Plan, Scratch
 
 # vLLM's name of a cache type, and the format of its pages.
@@ -68,9 +68,6 @@ HEAD_SIZES = [64, 80, 96, 128, 160, 192, 256, 320, 512]
 MOST_IN_16_BITS = 256
 # Variables that say how long OpenMP's idle threads keep their cores.
 IDLE_THREADS = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "KMP_BLOCKTIME")
-# Keys are looked at in a layer's first prompt of `LOOKED_AT` tokens and in those behind `NEXT_LOOK` times as many as before, since slow biases show late; they are stored badly from
-# `MOST_UNEVEN` on. attn-core/src/cache/outliers.rs says why.
-LOOKED_AT, NEXT_LOOK, MOST_UNEVEN = 64, 8, 10.0
 # Plans of batches outside of graphs that are kept.
 _KEPT_PLANS = 16
 # The plans of the largest steps while vLLM measures memory, by layers that have the same.
@@ -354,12 +351,6 @@ def planned_len(longest: int, most: int) -> int:
     return min(-(-longest // step) * step, most)
 
 
-def unevenness(keys: torch.Tensor) -> float:
-    """The mean square of all channels of keys `[tokens, KV heads, head_size]` over that of the middle channel, in the head where it is largest."""
-    squares = keys.float().square().mean(0)
-    return float((squares.mean(-1) / squares.median(-1).values).nan_to_num(nan=1.0).max())
-
-
 @dataclass(frozen=True)
 class Limits:
     """The most that vLLM puts into a step."""
@@ -368,7 +359,12 @@ class Limits:
     # Tokens of a sequence, and its query tokens while it decodes: one, and those of its draft.
     tokens: int
     decoded: int
-    block: int
+    cache_config: Any
+
+    @property
+    def block(self) -> int:
+        """Tokens of a block, which vLLM chooses when it has made all layers."""
+        return self.cache_config.block_size or PREFERRED_BLOCK
 
     @classmethod
     def of_engine(cls) -> Optional["Limits"]:
@@ -381,7 +377,7 @@ class Limits:
             sequences=config.scheduler_config.max_num_seqs,
             tokens=config.model_config.max_model_len,
             decoded=1 + (drafts.num_speculative_tokens if drafts else 0),
-            block=config.cache_config.block_size or PREFERRED_BLOCK,
+            cache_config=config.cache_config,
         )
 
 
@@ -417,8 +413,7 @@ class AttnImpl(AttentionImpl):
         self.is_appending = kv_sharing_target_layer_name is None
         self.alibi_slopes, self.sinks = alibi_slopes, sinks
         self.limits = Limits.of_engine()
-        # Tokens of a sequence at the next look at keys.
-        self.next_look = LOOKED_AT
+        self.key_look = KeyLook(kv_cache_dtype)
         # Of the CPU: made with the first batch, which knows the blocks.
         self.host_pages: Optional[HostPages] = None
         self.options = dict(
@@ -475,8 +470,8 @@ class AttnImpl(AttentionImpl):
         if self.is_appending and key is not None and value is not None:
             kv = tuple(x[:tokens].view(tokens, self.num_kv_heads, self.head_size) for x in (key, value))
         format = FORMATS.get(self.kv_cache_dtype) or float_format(kv_cache.dtype)
-        if kv is not None and format not in FLOATS.values():
-            self._look_at_keys(layer, kv[0], attn_metadata)
+        if kv is not None and format not in FLOATS.values() and not attn_metadata.is_capture:
+            self.key_look.look(layer, kv[0], attn_metadata.q_lens, attn_metadata.max_kv_len)
         slots = attn_metadata.slot_mapping[:tokens]
         if query.device.type == "cpu":
             pages = self._host_pages(format, attn_metadata.builder.kv_cache_spec.block_size)
@@ -493,27 +488,9 @@ class AttnImpl(AttentionImpl):
         plan.attend_into(q, out, pool, attn_metadata.block_table, attn_metadata.seq_lens)
         return output
 
-    def _look_at_keys(self, layer: Any, keys: torch.Tensor, batch: AttnMetadata) -> None:
-        """Warns of keys `[tokens, KV heads, head_size]` whose magnitude lies in a few channels, where a look is due."""
-        if batch.max_kv_len < self.next_look or batch.is_capture:
-            return
-        ends = [end for end, q_len in zip(accumulate(batch.q_lens), batch.q_lens) if q_len >= LOOKED_AT]
-        if not ends:
-            return
-        while self.next_look <= batch.max_kv_len:
-            self.next_look *= NEXT_LOOK
-        ratio = unevenness(keys[ends[0] - LOOKED_AT : ends[0]])
-        if ratio > MOST_UNEVEN:
-            _LOG.warning(
-                "%s: keys have outlier channels: their mean square is %.0f times that of the middle channel, so that %s stores the others badly; use --kv-cache-dtype attn_bf16, "
-                "or name the layer in --kv-cache-dtype-skip-layers",
-                getattr(layer, "layer_name", "a layer"),
-                ratio,
-                self.kv_cache_dtype,
-            )
-
     def _load(self, query: torch.Tensor) -> None:
-        """Makes the plans of the largest steps, and runs each over no tokens: prompts of as many tokens as `query` has, and decoding, of one sequence and of as many as vLLM runs."""
+        """Loads the kernels of all steps, makes the plans of the largest ones, and runs each over no tokens: prompts of as many tokens as `query` has, and decoding, of one sequence
+        and of as many as vLLM runs."""
         limits = self.limits
         if limits is None or query.device.type != "cuda" or torch.cuda.is_current_stream_capturing():
             return
@@ -526,8 +503,10 @@ class AttnImpl(AttentionImpl):
         steps = {(prompt,), decoding[:1], decoding, (prompt,) + decoding[1:]}
         made, scratch = _largest_plans.setdefault(key, []), Scratch()
         for q_lens in sorted(steps, key=sum, reverse=True):
-            for longest in sorted({planned_len(max(q_lens), limits.tokens), limits.tokens}):
+            for longest in sorted({planned_len(max(q_lens), limits.tokens), limits.tokens}, reverse=True):
                 plan = Plan(format, page_size=limits.block, q_lens=q_lens, max_kv_len=longest, device=query.device, scratch=scratch, **self.options)
+                if not made:
+                    plan.load_smaller()
                 pool = plan.new_pool(1)
                 nothing = torch.zeros(len(q_lens), dtype=torch.int32, device=query.device)
                 rows = query.new_zeros(sum(q_lens), self.num_heads, self.head_size)
@@ -536,6 +515,8 @@ class AttnImpl(AttentionImpl):
                 table = nothing.new_zeros(len(q_lens), -(-longest // limits.block))
                 plan.attend_into(rows, rows.clone(), pool, table, nothing)
                 made.append(plan)
+        # Torch loads its kernels at their first use, too.
+        unevenness(query.new_zeros(LOOKED_AT, self.num_kv_heads, self.head_size))
 
     def _host_pages(self, format: str, block: int) -> HostPages:
         if self.host_pages is None:

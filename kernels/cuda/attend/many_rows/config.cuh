@@ -29,9 +29,10 @@ struct ManyRowsConfig : KernelDefaults {
     static constexpr bool WHOLE_ITEMS = false;
 #endif
 
-    // Whether codes of 4 bits are turned into bytes, and those of fp8 into f16, by the producers' warps, which then are the readers of their stages.
+    // Whether codes of 4 bits are turned into bytes, and those of fp8 into f16, by the producers' warps, which then are the readers of their stages. Bytes of the other side
+    // than that of 4 bits are copied: products read both from one ring.
     static constexpr bool UNPACKS = Keys::HAS_NIBBLES || Values::HAS_NIBBLES || Keys::SCHEME == FP8;
-    static_assert(!UNPACKS || (Keys::HAS_NIBBLES && Values::HAS_NIBBLES) || Keys::SCHEME == Values::SCHEME, "of both sides, or of none");
+    static_assert(!UNPACKS || INTEGER || Keys::SCHEME == Values::SCHEME, "of both sides, or of none");
     static constexpr int UNPACKERS = 4 / TEAMS;  // warps of a team
     static constexpr int READERS = UNPACKS ? UNPACKERS : 4 * TEAM_WARPGROUPS;  // warps that read a stage
     static constexpr bool COPIER_READS = false;

@@ -30,8 +30,8 @@ struct SharedMemory {
         QUERIES = UNPACKED_AT + Config::TEAMS * Config::UNPACKED_STAGES * Config::UNPACKED_BYTES,   // [WARPGROUPS][panels of 16 bytes][64 rows]: s8, or the first parts of floats
         STATES = QUERIES + ROW_SETS * QUERY_BYTES,                                                  // of integers: float4 [WARPGROUPS][V_DIM / 8][128 threads]: O of a span; wide: SpanMemory
         THRESHOLDS = STATES + (Config::IS_WIDE ? +SpanMemory::BYTES : INTEGER ? Config::WARPGROUPS * 64 * V_DIM * 4 : 0),  // of integers: float [TILE]
-        SCALES = THRESHOLDS + (INTEGER ? TILE * 4 : 0),                                             // of integers that are not unpacked: float [WARPGROUPS][4 warps][TILE]
-        BARRIERS = SCALES + (INTEGER && !Config::UNPACKS ? Config::WARPGROUPS * 4 * TILE * 4 : 0),  // u64 [TEAMS][2][STAGES], then [TEAMS][2][UNPACKED_STAGES]: full, empty
+        SCALES = THRESHOLDS + (INTEGER ? TILE * 4 : 0),                                             // of values in bytes: float [WARPGROUPS][4 warps][TILE]
+        BARRIERS = SCALES + (INTEGER && !Values::HAS_NIBBLES ? Config::WARPGROUPS * 4 * TILE * 4 : 0),  // u64 [TEAMS][2][STAGES], then [TEAMS][2][UNPACKED_STAGES]: full, empty
         SUMS = BARRIERS + Config::TEAMS * (Config::STAGES + Config::UNPACKED_STAGES) * 16,          // u32 [THREADS / 32]
         ARRIVALS_AT = SUMS + 64,                                                                    // Arrival [TEAMS]
         NOWHERE = ARRIVALS_AT + 16 * Config::TEAMS,

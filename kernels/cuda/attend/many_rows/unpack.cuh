@@ -1,4 +1,4 @@
-// The producers of many_rows.cu convert the codes of a tile from one place of shared memory to another: nibbles to bytes, or fp8 to f16.
+// The producers of many_rows.cu convert the codes of a tile from one place of shared memory to another: nibbles to bytes, or fp8 to f16. Bytes beside nibbles are copied.
 #pragma once
 #include "attend/pipeline.cuh"
 #include "common/arithmetic.cuh"
@@ -38,11 +38,22 @@ template <bool IS_V, int SCHEME> DEVICE void unpack_params(u32 from, u32 to, int
         }
     }
 }
+// Rows of 16 bytes as they are.
+DEVICE void copy_rows(u32 from, u32 to, int rows, int thread) {
+#pragma unroll 2
+    for (int i = thread; i < rows; i += 32 * Config::UNPACKERS) sts128(to + i * 16, lds128(from + i * 16));
+}
 // A side of a tile, with its parameters.
 template <bool IS_V> DEVICE void unpack_side(u32 from, u32 to, int thread) {
     constexpr int SCHEME = IS_V ? Values::SCHEME : Keys::SCHEME;
-    unpack_nibbles<SCHEME == ROTATED_INT4>(from, to, thread);
-    unpack_params<IS_V, SCHEME>(from + (IS_V ? Stage::V_CODES : Stage::K_CODES), to + Config::UNPACKED_PARAMS, thread);
+    const u32 params = from + (IS_V ? Stage::V_CODES : Stage::K_CODES), to_params = to + Config::UNPACKED_PARAMS;
+    if constexpr (code_bits(SCHEME) == 4) {
+        unpack_nibbles<SCHEME == ROTATED_INT4>(from, to, thread);
+        unpack_params<IS_V, SCHEME>(params, to_params, thread);
+    } else {
+        copy_rows(from, to, TILE * K_DIM / 16, thread);
+        copy_rows(params, to_params, TILE * param_bytes(SCHEME) / 16, thread);
+    }
 }
 
 // ---- fp8 to f16 ----
@@ -53,8 +64,8 @@ enum class CodesOf { K, V_PAGE, V_ROWS };
 template <CodesOf OF, bool ALL_EXIST, int COUNT> struct CodeRows {
     static constexpr bool IN_ORDER = OF == CodesOf::V_ROWS;
     static constexpr int ROWS = OF == CodesOf::V_PAGE ? K_DIM : TILE, BATCH = COUNT < 4 ? COUNT : 4;
-    u32 to, to_stride;        // where the first comes, and from one to the next
-    int count;                // of those that exist
+    u32 to, to_stride;  // where the first comes, and from one to the next
+    int count;  // of those that exist
     int first_token, tokens;  // along the tokens: of the row, and of those that exist from the tile's first on
 
     // from(n): where the n-th lies.

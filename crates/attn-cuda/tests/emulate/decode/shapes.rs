@@ -197,6 +197,11 @@ fn many_rows() -> Vec<Case> {
         // More work items than eight for each team.
         case([16, 1], 64, &[200; 40], &[1; 40], "int8"),
         case([4, 2], 64, &[65; 24], &[20; 24], "int8-plain/int8-tensor"),
+        // Bytes of one side beside nibbles of the other, with residuals and without.
+        case([4, 1], 128, &[1100, 70], &[64, 3], "int8/int4"),
+        case([12, 1], 64, &[250, 70], &[17, 3], "int8-tensor/int4-w0"),
+        case([16, 1], 96, &[200; 40], &[3; 40], "int4/int8-plain"),
+        case([48, 1], 128, &[300, 0], &[1, 1], "int4-g1/int8-tensor"),
         // Floats: pages that end inside a tile, rows without a token, spans that teams share, whole work items.
         case([16, 1], 64, &[1100, 65], &[3, 1], "bf16"),
         case([64, 1], 128, &[1500, 0, 130], &[2, 1, 2], "bf16"),
@@ -213,6 +218,8 @@ fn many_rows() -> Vec<Case> {
         (32, [6, 2], 64, &[130, 70, 5], &[30, 1, 0], "int8-plain"),
         (16, [4, 1], 128, &[192, 70], &[64, 3], "int4"),
         (32, [12, 1], 96, &[250, 70], &[17, 3], "int4-g1"),
+        (16, [12, 1], 64, &[250, 70], &[17, 3], "int8/int4"),
+        (128, [4, 1], 96, &[320, 70], &[20, 3], "int4/int8"),
         (16, [4, 1], 96, &[130, 70], &[33, 3], "bf16"),
         (32, [12, 1], 64, &[300, 100], &[2, 1], "fp8"),
         (128, [64, 1], 64, &[400, 0, 130], &[2, 1, 2], "f16"),

@@ -194,11 +194,21 @@ class Plan:
         raise UnsupportedError("a plan can be neither copied nor pickled, since its kernels and its workspace are the GPU's; make another one by the same arguments")
 
     def _bytes(self, data: bytes) -> Optional[torch.Tensor]:
-        return torch.tensor(bytearray(data), dtype=torch.uint8, device=self.device) if data else None
+        # From pinned memory: the copy does not wait for the work ahead in the stream, as a host that plans a step while the last one runs needs.
+        return torch.frombuffer(bytearray(data), dtype=torch.uint8).pin_memory().to(self.device, non_blocking=True) if data else None
 
     def close(self) -> None:
         """Gives the workspace back. Graphs that captured the plan must not run any more."""
         _PLANS.pop(self.number, None)
+
+    def load_smaller(self) -> int:
+        """Loads the kernels of all plans that are no larger than this one: of at most as many sequences, query tokens and KV tokens, else by the same arguments. Those that the
+        package has no image of are compiled side by side, which takes seconds: an engine that calls it at its start has no such step later. Returns how many there are.
+
+        Raises:
+            DeviceError.
+        """
+        return self._plan.load_smaller()
 
     @property
     def page_bytes(self) -> int:
