@@ -19,7 +19,12 @@ pub fn common(arch: Arch) -> Vec<Instance> {
         Instance::CopyPages,
         Instance::MergeStates,
     ];
-    for format in [KvFormat::INT8, KvFormat::INT4, KvFormat::same(Scheme::Bf16)] {
+    for format in [
+        KvFormat::INT8,
+        KvFormat::INT8_INT4,
+        KvFormat::INT4,
+        KvFormat::same(Scheme::Bf16),
+    ] {
         for head_dim in [64, 128].map(HeadDim::same) {
             for rotary in [false, true] {
                 all.push(Instance::Append {
