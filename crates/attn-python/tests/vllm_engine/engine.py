@@ -7,27 +7,13 @@ import random
 import sys
 import time
 
-import torch
+from vllm import LLM, SamplingParams
+from vllm.distributed import cleanup_dist_env_and_memory
 
-usual_linear = torch.nn.functional.linear
-
-
-def linear(x, weight, bias=None):
-    """A product whose rows do not depend on their number: 32 at a time. torch's own sums in other orders for other numbers of rows."""
-    rows = x.reshape(-1, x.shape[-1])
-    padded = torch.nn.functional.pad(rows, (0, 0, 0, -len(rows) % 32))
-    out = torch.cat([usual_linear(part, weight, bias) for part in padded.split(32)])[: len(rows)] if len(rows) else usual_linear(rows, weight, bias)
-    return out.view(*x.shape[:-1], -1)
-
-
-torch.nn.functional.linear = linear
-
-from vllm import LLM, SamplingParams  # noqa: E402
-from vllm.distributed import cleanup_dist_env_and_memory  # noqa: E402
-
-import attn  # noqa: E402
-import attn.vllm as plugin  # noqa: E402
-from shadow import Shadow  # noqa: E402
+import attn
+import attn.vllm as plugin
+from server import same_over_http
+from shadow import Shadow
 
 # Mean errors of attention against float32 over the rows as they were.
 MOST = {"attn_bf16": 0.004, "attn_int8": 0.03, "attn_int8_int4": 0.15, "attn_int4": 0.25}
@@ -135,6 +121,8 @@ def main(model):
     drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
     answers, counters = run("attn_int8, drafted", model, kv_cache_dtype="attn_int8", speculative_config=drafts)
     assert answers == kept["attn_int8"] and counters["vllm:spec_decode_num_draft_tokens"] > 0
+    plain = '{"custom_ops":["none"]}'
+    same_over_http(prompts(), kept["attn_int8"], model, f"--kv-cache-dtype attn_int8 --dtype float32 --block-size 32 --enforce-eager --compilation-config {plain}")
     print("passed")
 
 

@@ -7,19 +7,16 @@ or captures steps, with either of its model runners, in this process and behind 
 
 import json
 import os
-import subprocess
 import sys
 import tempfile
-import time
 import traceback
-import urllib.request
 
 os.environ.setdefault("VLLM_BATCH_INVARIANT", "1")
 
 import engine
 import model
-import torch
 from engine import prompts, run
+from server import same_over_http
 from shadow import Shadow
 
 import attn.torch
@@ -31,8 +28,6 @@ PLAIN = {"custom_ops": ["none"]}
 GRAPHS = {"custom_ops": ["none"], "mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8, 16]}
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 engine.USUAL.update(dtype="bfloat16", block_size=None, kv_cache_memory_bytes=2 << 30, gpu_memory_utilization=0.05, compilation_config=PLAIN)
-if os.environ.get("ATTN_VLLM_OWN_LINEAR"):
-    torch.nn.functional.linear = engine.usual_linear
 FOLDER = tempfile.mkdtemp()
 SHADOW = Shadow()
 
@@ -109,39 +104,8 @@ def http():
     options = dict(kv_cache_dtype="attn_int8", compilation_config=GRAPHS, enforce_eager=False)
     SHADOW.start(is_compared=False)
     whole, _ = run("attn_int8", folder, **options)
-    arguments = f"serve {folder} --attention-backend ATTN --kv-cache-dtype attn_int8 --port 8123 --max-model-len 1024 --max-num-batched-tokens 256"
-    arguments += f" --max-num-seqs 16 --num-gpu-blocks-override 1001 --skip-tokenizer-init --kv-cache-memory-bytes 2147483648 --gpu-memory-utilization 0.05 --dtype bfloat16 --seed 0 --compilation-config {json.dumps(GRAPHS, separators=(',', ':'))}"
-    environment = dict(os.environ, VLLM_WORKER_MULTIPROC_METHOD="spawn", VLLM_ENABLE_V1_MULTIPROCESSING="1")
-    log = open(os.path.join(FOLDER, "serve.log"), "w+")
-    server = subprocess.Popen([sys.executable, "-m", "vllm.entrypoints.cli.main", *arguments.split()], env=environment, stdout=log, stderr=subprocess.STDOUT)
-    try:
-        ask(server, "/health")
-        for given, (tokens, _) in zip(prompts(), whole):
-            request = dict(model=folder, prompt=given["prompt_token_ids"], max_tokens=16, temperature=0, ignore_eos=True, return_token_ids=True)
-            answer = ask(server, "/v1/completions", request)
-            assert answer["choices"][0]["token_ids"] == tokens, "the server gives other tokens"
-    except Exception:
-        log.seek(0)
-        print(log.read()[-4000:])
-        raise
-    finally:
-        server.terminate()
-        server.wait(30)
-
-
-def ask(server, path, body=None):
-    """A request to the server, again until it is there."""
-    request = urllib.request.Request(f"http://127.0.0.1:8123{path}", None if body is None else json.dumps(body).encode(), {"Content-Type": "application/json"})
-    for _ in range(120):
-        assert server.poll() is None, f"the server ended with status {server.returncode}"
-        try:
-            with urllib.request.urlopen(request, timeout=60) as reply:
-                return json.loads(reply.read() or b"{}")
-        except urllib.error.HTTPError as error:
-            raise AssertionError(error.read().decode()) from error
-        except urllib.error.URLError:
-            time.sleep(1)
-    raise AssertionError("the server did not answer in two minutes")
+    graphs = json.dumps(GRAPHS, separators=(",", ":"))
+    same_over_http(prompts(), whole, folder, f"--kv-cache-dtype attn_int8 --dtype bfloat16 --kv-cache-memory-bytes 2147483648 --gpu-memory-utilization 0.05 --compilation-config {graphs}")
 
 
 def plant_a_fault():
