@@ -36,11 +36,21 @@ pub(crate) enum AttentionKv<'a> {
         pool: Pages,
         tensor_scales: [DeviceAddress; 2],
         tables: DeviceTables,
-        /// Of K, which its rows lack: those of all sequences in the layer, and which of them each sequence has. Of a cache with centres.
-        centres: Option<(DeviceAddress, Vec<u32>)>,
+        /// Of a cache with centres.
+        centres: Option<LayerCentres>,
     },
     /// A view's rows in host memory, which the caller copies to the device ahead of the launch.
     View(StagedView<'a>),
+}
+
+/// Centres of K, which keys of a layer lack.
+pub(crate) struct LayerCentres {
+    /// Those of all sequences, side by side.
+    at: DeviceAddress,
+    /// Elements of each.
+    len: usize,
+    /// Whose each sequence has.
+    rows: Vec<u32>,
 }
 
 impl AttentionKv<'_> {
@@ -62,7 +72,11 @@ impl AttentionKv<'_> {
             centres: match store.centres() {
                 Some(centres) => {
                     let rows = centres.rows_of(&table.sequences, problem.batch())?;
-                    Some((centres.at(layer.index()), rows))
+                    Some(LayerCentres {
+                        at: centres.at(layer.index()),
+                        len: centres.len_of_row(),
+                        rows,
+                    })
                 }
                 None => None,
             },
@@ -115,9 +129,9 @@ impl AttentionLists {
         };
         let centre_rows = match &of.kv {
             AttentionKv::Pages {
-                centres: Some((_, rows)),
+                centres: Some(centres),
                 ..
-            } => &rows[..],
+            } => &centres.rows[..],
             _ => &[],
         };
         let slopes = alibi_slopes_log2(scores.alibi_slopes.as_deref().unwrap_or(&[]));
@@ -202,9 +216,8 @@ impl Attention<'_> {
             max_sums,
             o,
         });
-        let centres = self.centres().map(|centres| CentresArgs {
-            centres,
-            rows: lists.centre_rows.at(base),
+        let centres = self.centres().map(|centres| {
+            CentresArgs::side_by_side(centres.at, centres.len, lists.centre_rows.at(base))
         });
         let beside = Beside {
             spans: states.as_ref(),
@@ -218,10 +231,10 @@ impl Attention<'_> {
         Ok(())
     }
 
-    /// The centres of K of all sequences.
-    fn centres(&self) -> Option<DeviceAddress> {
+    /// The centres of K of the sequences in the layer.
+    fn centres(&self) -> Option<&LayerCentres> {
         match &self.kv {
-            AttentionKv::Pages { centres, .. } => centres.as_ref().map(|(at, _)| *at),
+            AttentionKv::Pages { centres, .. } => centres.as_ref(),
             AttentionKv::View(_) => None,
         }
     }

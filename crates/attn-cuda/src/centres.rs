@@ -90,6 +90,11 @@ impl Centres {
         self.sequences
     }
 
+    /// Elements of a sequence's in one layer.
+    pub(crate) fn len_of_row(&self) -> usize {
+        self.bytes / 2
+    }
+
     /// Where those of a layer begin.
     pub(crate) fn at(&self, layer: usize) -> DeviceAddress {
         let base = DeviceAddress::new(self.memory.device_ptr(&self.gpu.device.stream).0);
@@ -246,6 +251,7 @@ impl Centres {
         let args = CentreArgs {
             pool,
             centres: self.at(layer),
+            stride: self.len_of_row(),
             tiles: list.at(base),
             count: tiles.len(),
         };

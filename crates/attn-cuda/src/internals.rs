@@ -10,7 +10,7 @@ pub use crate::{
     error::failed,
     images::image,
     native::{
-        centre::{CentreArgs, tiles_list},
+        centre::{CentreArgs, CentredLaunch, centred_launches, tiles_list},
         decode_args::CentresArgs,
         launch_plan::LaunchPlan,
         query_blocks::PlanKind,

@@ -5,11 +5,13 @@ use std::ops::Range;
 use attn_core::{
     Error, PageLayout, TokenWrite, Window,
     cache::{check_writes, tokens_of},
-    centres::centre_of,
     error::{refuse, reserve},
 };
 
-use crate::staging::{ListPlace, Lists};
+use crate::{
+    sizes,
+    staging::{ListPlace, Lists},
+};
 
 /// The slots of an append's tokens, checked: the kernel checks no address.
 #[derive(Debug)]
@@ -19,10 +21,10 @@ pub(crate) struct Slots {
     pub(crate) slots: ListPlace,
     /// u32 of each token: the residual page of its page, or `u32::MAX`; empty where no scheme has a window.
     pub(crate) residual_pages: ListPlace,
-    /// u32 of each token: twice its sequence, and 1 more where the second centre of K is taken off; empty without centres.
+    /// u32 of each token: its sequence, whose centres of K are taken off; empty without centres.
     pub(crate) centre_rows: ListPlace,
-    /// Whether the tokens make their sequences' first centres.
-    pub(crate) makes_centres: bool,
+    /// i32 of each token: its number in its sequence; empty without centres.
+    pub(crate) centre_positions: ListPlace,
     /// The tokens of K and V, from the first to the last one that is written.
     pub(crate) tokens: Range<usize>,
 }
@@ -56,23 +58,24 @@ impl Slots {
             (Some(first), Some(last)) => first.source..last.source + 1,
             _ => 0..0,
         };
-        let makes_centres = match sequences {
-            Some(sequences) => check_centres(writes, sequences)?,
-            None => false,
-        };
+        if let Some(sequences) = sequences {
+            check_centres(writes, sequences)?;
+        }
         let count = |needed: bool| if needed { tokens.len() } else { 0 };
         let has_window = layout.format().window() != Window::None;
         let mut slots = filled(tokens.len(), -1i64)?;
         let mut residuals = filled(count(has_window), u32::MAX)?;
         let mut centres = filled(count(sequences.is_some()), 0u32)?;
+        let mut positions = filled(count(sequences.is_some()), 0i32)?;
         for write in writes {
             let at = write.source - tokens.start;
             slots[at] = i64::from(write.page) * layout.page_size() as i64 + write.token as i64;
             if let (Some(to), Some(page)) = (residuals.get_mut(at), write.residual_page) {
                 *to = page;
             }
-            if let Some(to) = centres.get_mut(at) {
-                *to = (2 * write.sequence + centre_of(write.position)) as u32;
+            if let (Some(row), Some(position)) = (centres.get_mut(at), positions.get_mut(at)) {
+                *row = write.sequence as u32;
+                *position = sizes::int("a token's number in its sequence", write.position)?;
             }
         }
         let mut lists = Lists::default();
@@ -80,7 +83,7 @@ impl Slots {
             slots: lists.add(&slots)?,
             residual_pages: lists.add(&residuals)?,
             centre_rows: lists.add(&centres)?,
-            makes_centres,
+            centre_positions: lists.add(&positions)?,
             lists,
             tokens,
         })
@@ -95,8 +98,8 @@ fn filled<T: Clone>(len: usize, value: T) -> Result<Vec<T>, Error> {
     Ok(list)
 }
 
-/// Whether the writes make their sequences' first centres, as all do or none.
-fn check_centres(writes: &[TokenWrite], sequences: usize) -> Result<bool, Error> {
+/// Refuses writes to sequences that there are no centres of, and those that make first centres among others, which these centres are taken off.
+fn check_centres(writes: &[TokenWrite], sequences: usize) -> Result<(), Error> {
     if let Some(write) = writes.iter().find(|write| write.sequence >= sequences) {
         let given = format_args!("{} of {sequences}", write.sequence);
         return refuse(
@@ -112,7 +115,7 @@ fn check_centres(writes: &[TokenWrite], sequences: usize) -> Result<bool, Error>
             "calls of their own, since their keys are centres of K of the tokens behind them";
         return refuse("tokens at position 0", given, allowed);
     }
-    Ok(first > 0)
+    Ok(())
 }
 
 #[cfg(test)]
@@ -229,14 +232,18 @@ mod tests {
         assert!(centred(&layout, &writes, 5, Some(2)).is_err());
         let behind = [&writes[..3], &writes[4..]].concat();
         let made = centred(&layout, &behind, 5, Some(2)).unwrap();
-        let found = numbers(&made, made.centre_rows, 5).into_iter();
-        let found: Vec<u32> = found.map(u32::from_le_bytes).collect();
-        assert_eq!((found, made.makes_centres), (vec![0, 0, 1, 0, 2], false));
-        let first = centred(&layout, &writes[3..4], 5, Some(2)).unwrap();
-        assert!(first.makes_centres);
+        let list = |place| {
+            let found = numbers(&made, place, 5).into_iter();
+            found.map(u32::from_le_bytes).collect::<Vec<_>>()
+        };
+        assert_eq!(list(made.centre_rows), [0, 0, 0, 0, 1]);
+        assert_eq!(list(made.centre_positions), [30, 31, 64, 0, 1]);
+        assert!(centred(&layout, &writes[3..4], 5, Some(2)).is_ok());
         assert!(centred(&layout, &behind, 5, Some(1)).is_err());
         let base = crate::handles::DeviceAddress::new(1);
         let without = slots(&layout, &writes, 5).unwrap();
-        assert!(without.centre_rows.at(base).is_null() && !without.makes_centres);
+        assert!(
+            without.centre_rows.at(base).is_null() && without.centre_positions.at(base).is_null()
+        );
     }
 }

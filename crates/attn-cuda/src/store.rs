@@ -6,7 +6,6 @@ use attn_core::{
     CacheAccess, CacheConfig, CacheLayer, Error, FirstTile, HeadDim, KvCache, PageLayout,
     PageStore, TokenWrite, WideRows, cache::check_pages, error::refuse,
 };
-use attn_kernels::cuda::params::AppendParams;
 use cudarc::driver::{CudaSlice, DevicePtr};
 
 use crate::{
@@ -16,8 +15,8 @@ use crate::{
     error::{FOREIGN_CACHE, failed},
     gpu::CudaBackend,
     native::{
-        AppendShape, DeviceAddress, Dtype, KvRows, Pages, Prepared, SlotAppendArgs, Stream,
-        enqueue_as,
+        AppendShape, CentreTokens, DeviceAddress, Dtype, KvRows, Pages, Prepared, SlotAppendArgs,
+        SlotCentres, Stream, enqueue,
     },
     slots::Slots,
     staging::Parts,
@@ -218,17 +217,18 @@ impl CudaPages {
             residual_pages: slots.residual_pages.at(base),
             tokens: slots.tokens.len(),
             rotary: None,
+            centres: self.centres().map(|centres| SlotCentres {
+                centres: centres.at(layer),
+                stride: centres.len_of_row(),
+                rows: slots.centre_rows.at(base),
+                positions: slots.centre_positions.at(base),
+                tokens: CentreTokens::All,
+            }),
         };
         let centres = self.centres();
-        let centred = |params| AppendParams {
-            centres: centres.map_or(0, |centres| centres.at(layer).get()),
-            centre_rows: slots.centre_rows.at(base).get(),
-            makes_centres: i32::from(slots.makes_centres),
-            ..params
-        };
         // SAFETY: pool, scales and centres are this store's; `Slots::new` has compared pages, residual pages, tokens and sequences with the pool, the page and the centres, and the
         // writes, which a cache makes, name each place once, a sequence's in order; the lists are copied ahead on the same stream; the rest is this function's contract.
-        let append = || unsafe { enqueue_as(device, &self.append, stream.raw(), &args, centred) };
+        let append = || unsafe { enqueue(device, &self.append, stream.raw(), &args) };
         match centres {
             None => append(),
             // SAFETY: this function's contract.

@@ -323,6 +323,7 @@ impl Plan {
             )?,
             tokens,
             rotary,
+            centres: None,
         };
         // SAFETY: as for `attend`; slots and positions are the caller's contract.
         unsafe { self.gpu.enqueue(py, append, stream, &args) }

@@ -106,12 +106,12 @@ template <class T> DEVICE T quad_sum(T x) {
 // Where a sequence's centres lie among all; 0 where keys have theirs.
 DEVICE u32 centre_row(const DecodeParams& p, int sequence) {
     if constexpr (!HAS_CENTRES) return 0;
-    return p.centre_rows ? p.centre_rows[sequence] : (u32)sequence;
+    return p.centre_rows ? p.centre_rows[(long long)sequence * p.centre_rows_stride] : (u32)sequence;
 }
 
 // The two centres of a row of centres and a KV head, one behind the other.
 DEVICE const u16* find_centres(const DecodeParams& p, u32 row, int kv_head) {
-    return HAS_CENTRES ? centre_at<K_DIM>(p.centres, row, p.num_kv_heads, kv_head) : nullptr;
+    return HAS_CENTRES ? centre_at<K_DIM>(p.centres, row, p.centre_stride, kv_head) : nullptr;
 }
 // Brings both centres near.
 DEVICE void prefetch_centres(const u16* centres, int lane) {

@@ -8,6 +8,9 @@ namespace attn {
 // How K or V is stored: the values of ATTN_K and ATTN_V.
 enum Scheme { F16, BF16, FP8, INT8_TOKEN, INT8_GROUP, INT8_TENSOR, INT4, ROTATED_INT8, ROTATED_INT4 };
 
+// Which tokens an append stores where keys lack centres: the values of CentreTokens.
+enum CentreTokens { ALL_TOKENS, EACH_WITH_CENTRES, FIRST_TOKENS, OF_FIRST_TILES, BEHIND_FIRST_TILES };
+
 // A divisor prepared by the host; `divmod.cuh` divides numbers below 2^31 by it: `(2n · multiplier) >> 32 >> shift`.
 struct FastDivmod {
     unsigned int divisor;                      // Number to divide by.
@@ -76,13 +79,15 @@ struct DecodeParams {
     unsigned int span_rows;                    // ATTN_SPANS: rows of a span in partial_o and partial_max_sum, which then are the caller's, [span][row].
     const int* tokens_after;                   // ATTN_SPANS: i32 [batch], tokens of each sequence that follow those of kv_lens in other shards; null for none.
     const int* tokens_before;                  // ATTN_SPANS: i32 [batch], tokens of each sequence that lie in shards ahead; null for none.
-    const unsigned short* centres;             // Pages: centres of K, [sequence][num_kv_heads][2][head_dim] in bf16, which its rows lack; null: none.
-    const unsigned int* centre_rows;           // With centres: u32 [batch], the sequence of the centres that each sequence has; null: its own number.
+    const unsigned short* centres;             // Pages: centres of K, [row][num_kv_heads][2][head_dim] in bf16, which keys lack; null: none.
+    const unsigned int* centre_rows;           // With centres: u32, the row of each sequence's centres; null: the sequence's number.
+    unsigned long long centre_stride;          // Elements from one row of centres to the next.
+    int centre_rows_stride;                    // Entries of centre_rows from one sequence to the next.
     int rounds_queries;                        // many_rows.cu, pages of dequantize.cu: whether queries are rounded to f16, as K was; f32 queries are the sum of two f16 elsewhere.
     int fine_window;                           // many_rows.cu, pages of dequantize.cu: tiles that a row reads with residuals; 0: none.
     unsigned int fine_pages;                   // many_rows.cu, pages of dequantize.cu: from a tile's page to that with residuals.
 };
-static_assert(sizeof(DecodeParams) == 424, "params.rs");
+static_assert(sizeof(DecodeParams) == 432, "params.rs");
 
 // Parameters of `query_blocks.cu`.
 struct QueryBlocksParams {
@@ -114,8 +119,10 @@ struct AppendParams {
     const long long* slots;                    // i64 [tokens]: where each token goes, page * page_size + token of the page, or negative for nowhere. Null: behind its sequence's tokens.
     const float* k_tensor_scales;              // f32 [num_kv_heads], or null.
     const float* v_tensor_scales;              // f32 [num_kv_heads], or null.
-    unsigned short* centres;                   // By slots: centres of K, [sequence][num_kv_heads][2][head_dim] in bf16, which are taken off its rows; null: none.
-    const unsigned int* centre_rows;           // With centres: u32 [tokens], twice the token's sequence, and 1 more behind its first tile.
+    unsigned short* centres;                   // By slots: centres of K, [row][num_kv_heads][2][head_dim] in bf16, which are taken off keys; null: none.
+    const unsigned int* centre_rows;           // With centres: u32 [tokens], the row of the centres of the token's sequence.
+    const int* centre_positions;               // With centres: i32 [tokens], the token's number in its sequence. The first one's key makes the first centre.
+    unsigned long long centre_stride;          // Elements from one row of centres to the next.
     long long k_token_stride;                  // Elements from one token of K to the next.
     long long v_token_stride;                  // Elements from one token of V to the next.
     unsigned long long page_stride;            // Bytes from one page to the next.
@@ -137,18 +144,23 @@ struct AppendParams {
     int rotary_dim;                            // Elements of a head that are rotated, a multiple of 4.
     int cos_sin_dtype;                         // Number format of cos_sin: Dtype.
     int is_interleaved;                        // Whether pairs are neighbours; else half of rotary_dim lies between them.
-    int makes_centres;                         // With centres: whether the tokens are their sequences' first ones, whose rows make them.
+    int centre_tokens;                         // With centres: which tokens are stored, CentreTokens.
 };
-static_assert(sizeof(AppendParams) == 216, "params.rs");
+static_assert(sizeof(AppendParams) == 232, "params.rs");
 
 // Parameters of `centre.cu`.
 struct CentreParams {
     const unsigned char* pool;                 // Pages [page][kv_head][run].
-    unsigned short* centres;                   // Centres of K, [sequence][num_kv_heads][2][head_dim] in bf16: the first ones are read, the second ones written.
-    const unsigned int* tiles;                 // First tiles, u32 [9] of each: its sequence, up to four home pages, and their residual pages, which are not read where K keeps none.
+    unsigned short* centres;                   // Centres of K, [row][num_kv_heads][2][head_dim] in bf16: the first ones are read, the second ones written.
+    const unsigned int* tiles;                 // First tiles, u32 [9] of each: the row of its centres, up to four home pages, and their residual pages, which are not read where K keeps none. Null: those of the tokens that are the first behind their sequence's first tile, which is in one page, whose number is the row of its centres.
     unsigned long long page_stride;            // Bytes from one page to the next.
+    unsigned long long centre_stride;          // Elements from one row of centres to the next.
+    const long long* slots;                    // Without tiles: as in AppendParams.
+    const unsigned int* centre_rows;           // Without tiles: as in AppendParams.
+    const int* centre_positions;               // Without tiles: as in AppendParams.
+    int tokens;                                // Without tiles: tokens.
 };
-static_assert(sizeof(CentreParams) == 32, "params.rs");
+static_assert(sizeof(CentreParams) == 72, "params.rs");
 
 // Parameters of `import.cu`.
 struct ImportParams {
@@ -202,7 +214,7 @@ struct DequantizeParams {
     int num_blocks;                            // Entries of the step's query_blocks.
     unsigned int residual_ring;                // Entries of `residual_table` per sequence, but for the first: a power of two.
 };
-static_assert(sizeof(DequantizeParams) == 472, "params.rs");
+static_assert(sizeof(DequantizeParams) == 480, "params.rs");
 
 // Parameters of `copy_pages.cu`.
 struct CopyPagesParams {

@@ -6,16 +6,15 @@
 //           loaded, and shared memory is not used. With several tokens a CTA owns a page of a head.
 // Instance  page/instance.cuh; ATTN_ROTARY: whether K is rotated by its position before it is encoded, and queries beside it.
 // Reads     k, v [token][num_kv_heads][head_dim], f32, f16 or bf16; kv_lens, which count the new tokens already, or slots; positions, cos_sin, q.
-//           By slots also the centres of K, of a cache that has some.
-// Writes    pool [page][kv_head][run]: home pages, and the residual pages of each sequence's first and last pages; q_out; first centres.
+//           By slots also the centres of K, where keys lack them.
+// Writes    pool [page][kv_head][run]: home pages, and the residual pages of each sequence's first and last pages; q_out; centres.
 // Numerics  page/token.cuh; compiled without contraction, subnormals kept.
 // Host      attn-cuda/src/native/append.rs; parameters in kernels/src/cuda/params.rs.
 #include "ops/rotary.cuh"
-#include "page/token.cuh"
+#include "page/second_centre.cuh"
 
 namespace attn {
 
-typedef Token<Keys, false> KToken;
 typedef Token<Values, (Values::BITS < 16)> VToken;
 
 DEVICE u8* run_of(const AppendParams& p, u32 page, int head) { return p.pool + page * p.page_stride + (u32)head * Run::BYTES; }
@@ -32,6 +31,8 @@ struct Place {
     // Whether the token eight behind is stored by this launch, too: in the same page, and with residuals in the same one.
     bool joins_codes, joins_residuals;
     u16* centre;  // of K, which is taken off the token's key; null: none
+    bool makes_first;      // whether the token's key is the centre
+    const u8* first_page;  // of K, the run of the first tile, of which the centre is made before; null: it is there
 };
 
 DEVICE Place place_of(const AppendParams& p, int b, u32 page, u32 t, int head, bool keeps_residuals) {
@@ -59,6 +60,15 @@ DEVICE void store_v(const VToken& v, const Place& to, int lane) {
     if (Values::WINDOW && to.residuals) v.store_residuals(to.residuals + Run::V_RESIDUALS, to.t, lane, false);
 }
 
+// Makes a second centre of the first tile in one page's run, and of the first centre, which lies ahead.
+DEVICE void make_second_centre(const u8* run, u16* second, int lane) {
+    if constexpr (Keys::MAY_HAVE_CENTRES && PAGES_OF_TILE == 1 && !Keys::WINDOW) {
+#pragma unroll 1
+        for (int d = lane; d < K_DIM; d += 32) second[d] = second_centre(second[d - K_DIM], add_page(0.0f, run, nullptr, d));
+        __syncwarp();
+    }
+}
+
 // ---- one token per sequence ----
 
 // K of a token: its loads are issued before it is known where the token goes, and whether this warp takes it.
@@ -79,7 +89,10 @@ struct Key {
         if constexpr (HAS_ROTARY) rotary.rotate(p, k, lane);
         k.to_stored(lane);
         if constexpr (Keys::MAY_HAVE_CENTRES)
-            if (to.centre) k.take_off(to.centre, p.makes_centres, lane);
+            if (to.centre) {
+                if (to.first_page) make_second_centre(to.first_page, to.centre, lane);
+                k.take_off(to.centre, to.makes_first, lane);
+            }
         k.encode(scale_of(p.k_tensor_scales, head), lane);
         store_k(k, to, lane);
     }
@@ -139,16 +152,32 @@ DEVICE void append_one(const AppendParams& p) {
 struct Slot {
     long long at;
     u32 residual_page;
-    u32 centre;  // of all sequences' centres; NO_PAGE without
+    u32 centres;   // the row of its sequence's
+    int position;  // of a token with centres in its sequence
 
+    static METHOD bool has_centres(const AppendParams& p) { return Keys::MAY_HAVE_CENTRES && p.centres; }
     static METHOD Slot load(const AppendParams& p, int token, bool is_v) {
-        const bool has_window = is_v ? Values::WINDOW : Keys::WINDOW, has_centre = Keys::MAY_HAVE_CENTRES && !is_v && p.centres;
-        return {p.slots[token], has_window ? p.residual_pages[token] : NO_PAGE, has_centre ? p.centre_rows[token] : NO_PAGE};
+        const bool has_window = is_v ? Values::WINDOW : Keys::WINDOW, has = has_centres(p);
+        return {p.slots[token], has_window ? p.residual_pages[token] : NO_PAGE, has && !is_v ? p.centre_rows[token] : 0, has ? p.centre_positions[token] : 0};
+    }
+    METHOD bool is_stored(const AppendParams& p) const {
+        if (at < 0) return false;
+        if (!has_centres(p)) return true;
+        switch (p.centre_tokens) {
+        case FIRST_TOKENS: return position == 0;
+        case OF_FIRST_TILES: return position > 0 && position < TILE;
+        case BEHIND_FIRST_TILES: return position >= TILE;
+        default: return true;
+        }
     }
     METHOD Place place(const AppendParams& p, int head) const {
-        if (at < 0) return Place{};
+        if (!is_stored(p)) return Place{};
         Place place = {run_of(p, (u32)(at / PAGE), head), residual_page != NO_PAGE ? run_of(p, residual_page, head) : nullptr, (u32)(at % PAGE), 0};
-        if (Keys::MAY_HAVE_CENTRES && centre != NO_PAGE) place.centre = centre_at<K_DIM>(p.centres, centre / 2, p.num_kv_heads, head) + centre % 2 * K_DIM;
+        if (has_centres(p)) {
+            place.centre = centre_at<K_DIM>(p.centres, centres, p.centre_stride, head) + (position < TILE ? 0 : K_DIM);
+            place.makes_first = position == 0;
+            if (position == TILE && p.centre_tokens == EACH_WITH_CENTRES) place.first_page = run_of(p, centres, head);
+        }
         return place;
     }
 };
@@ -166,12 +195,12 @@ DEVICE void append_by_slots(const AppendParams& p) {
     }
     const int eighth = first + 8;
     const bool has_eighth = KToken::SHARES_BYTES && eighth < p.tokens;
-    const Slot behind = has_eighth ? Slot::load(p, eighth, false) : Slot{-1, NO_PAGE, NO_PAGE};
+    const Slot behind = has_eighth ? Slot::load(p, eighth, false) : Slot{-1, NO_PAGE, 0, 0};
     const bool goes = has_eighth && (!HAS_ROTARY || has_position(p, eighth, 0));
     Key key;
     key.load(p, first, head, warp.lane);
     Place to = slot.place(p, head);
-    to.joins_codes = goes && !is_high(to.t) && behind.at == slot.at + 8;
+    to.joins_codes = goes && !is_high(to.t) && behind.at == slot.at + 8 && behind.is_stored(p);
     to.joins_residuals = to.joins_codes && behind.residual_page == slot.residual_page;
     key.append(p, to, head, warp.lane);
 }

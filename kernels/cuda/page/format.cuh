@@ -49,10 +49,8 @@ template <class K, class V, int TOKENS> struct RunOf {
     static constexpr int V_RESIDUALS = K::residuals(TOKENS);
 };
 
-// A KV head's two centres, one behind the other, among those of all sequences [sequence][kv_head][2][DIM] in bf16.
-template <int DIM, class T> DEVICE T* centre_at(T* centres, u32 sequence, int num_kv_heads, int head) {
-    return centres + ((u64)sequence * (u32)num_kv_heads + (u32)head) * (2 * DIM);
-}
+// A KV head's two centres, one behind the other, among rows of centres [kv_head][2][DIM] in bf16, `stride` elements apart.
+template <int DIM, class T> DEVICE T* centre_at(T* centres, u32 row, u64 stride, int head) { return centres + row * stride + (u32)head * (2 * DIM); }
 
 // The byte of token t in the 16 bytes of a panel of 16 tokens of V: the order of an MMA's accumulators (slot order).
 constexpr u32 slot_of(u32 t) {

@@ -136,10 +136,14 @@ blocks! {
         tokens_after: u64 = "const int*",
         /// ATTN_SPANS: i32 [batch], tokens of each sequence that lie in shards ahead; null for none.
         tokens_before: u64 = "const int*",
-        /// Pages: centres of K, [sequence][num_kv_heads][2][head_dim] in bf16, which its rows lack; null: none.
+        /// Pages: centres of K, [row][num_kv_heads][2][head_dim] in bf16, which keys lack; null: none.
         centres: u64 = "const unsigned short*",
-        /// With centres: u32 [batch], the sequence of the centres that each sequence has; null: its own number.
+        /// With centres: u32, the row of each sequence's centres; null: the sequence's number.
         centre_rows: u64 = "const unsigned int*",
+        /// Elements from one row of centres to the next.
+        centre_stride: u64 = "unsigned long long",
+        /// Entries of centre_rows from one sequence to the next.
+        centre_rows_stride: i32 = "int",
         /// many_rows.cu, pages of dequantize.cu: whether queries are rounded to f16, as K was; f32 queries are the sum of two f16 elsewhere.
         rounds_queries: i32 = "int",
         /// many_rows.cu, pages of dequantize.cu: tiles that a row reads with residuals; 0: none.
@@ -195,10 +199,14 @@ blocks! {
         k_tensor_scales: u64 = "const float*",
         /// f32 [num_kv_heads], or null.
         v_tensor_scales: u64 = "const float*",
-        /// By slots: centres of K, [sequence][num_kv_heads][2][head_dim] in bf16, which are taken off its rows; null: none.
+        /// By slots: centres of K, [row][num_kv_heads][2][head_dim] in bf16, which are taken off keys; null: none.
         centres: u64 = "unsigned short*",
-        /// With centres: u32 [tokens], twice the token's sequence, and 1 more behind its first tile.
+        /// With centres: u32 [tokens], the row of the centres of the token's sequence.
         centre_rows: u64 = "const unsigned int*",
+        /// With centres: i32 [tokens], the token's number in its sequence. The first one's key makes the first centre.
+        centre_positions: u64 = "const int*",
+        /// Elements from one row of centres to the next.
+        centre_stride: u64 = "unsigned long long",
         /// Elements from one token of K to the next.
         k_token_stride: i64 = "long long",
         /// Elements from one token of V to the next.
@@ -241,20 +249,31 @@ blocks! {
         cos_sin_dtype: i32 = "int",
         /// Whether pairs are neighbours; else half of rotary_dim lies between them.
         is_interleaved: i32 = "int",
-        /// With centres: whether the tokens are their sequences' first ones, whose rows make them.
-        makes_centres: i32 = "int",
+        /// With centres: which tokens are stored, CentreTokens.
+        centre_tokens: i32 = "int",
     }
 
     /// Parameters of `centre.cu`.
     struct CentreParams {
         /// Pages [page][kv_head][run].
         pool: u64 = "const unsigned char*",
-        /// Centres of K, [sequence][num_kv_heads][2][head_dim] in bf16: the first ones are read, the second ones written.
+        /// Centres of K, [row][num_kv_heads][2][head_dim] in bf16: the first ones are read, the second ones written.
         centres: u64 = "unsigned short*",
-        /// First tiles, u32 [9] of each: its sequence, up to four home pages, and their residual pages, which are not read where K keeps none.
+        /// First tiles, u32 [9] of each: the row of its centres, up to four home pages, and their residual pages, which are not read where K keeps none. Null: those of
+        /// the tokens that are the first behind their sequence's first tile, which is in one page, whose number is the row of its centres.
         tiles: u64 = "const unsigned int*",
         /// Bytes from one page to the next.
         page_stride: u64 = "unsigned long long",
+        /// Elements from one row of centres to the next.
+        centre_stride: u64 = "unsigned long long",
+        /// Without tiles: as in AppendParams.
+        slots: u64 = "const long long*",
+        /// Without tiles: as in AppendParams.
+        centre_rows: u64 = "const unsigned int*",
+        /// Without tiles: as in AppendParams.
+        centre_positions: u64 = "const int*",
+        /// Without tiles: tokens.
+        tokens: i32 = "int",
     }
 
     /// Parameters of `import.cu`.
@@ -491,6 +510,31 @@ impl FastDivmod {
     }
 }
 
+/// Which tokens an append by slots stores where keys lack centres.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(i32)]
+pub enum CentreTokens {
+    /// All; second centres have been made.
+    All,
+    /// All, one of each sequence at most, of which the first one behind a first tile makes the second centre; pages have 64 tokens or more, and K has no window.
+    EachWithCentres,
+    /// The first ones of their sequences.
+    First,
+    /// The others of first tiles.
+    OfFirstTiles,
+    /// Those behind first tiles.
+    BehindFirstTiles,
+}
+
+/// The names of [`CentreTokens`] in the kernels, in their order.
+const CENTRE_TOKENS: [&str; 5] = [
+    "ALL_TOKENS",
+    "EACH_WITH_CENTRES",
+    "FIRST_TOKENS",
+    "OF_FIRST_TILES",
+    "BEHIND_FIRST_TILES",
+];
+
 /// The text of `kernels/cuda/common/params.h`.
 pub fn header() -> String {
     let mut text = String::from(
@@ -499,6 +543,15 @@ pub fn header() -> String {
     );
     text.push_str("\n// How K or V is stored: the values of ATTN_K and ATTN_V.\n");
     writeln!(text, "enum Scheme {{ {} }};", SCHEMES.join(", ")).expect("strings take all");
+    text.push_str(
+        "\n// Which tokens an append stores where keys lack centres: the values of CentreTokens.\n",
+    );
+    writeln!(
+        text,
+        "enum CentreTokens {{ {} }};",
+        CENTRE_TOKENS.join(", ")
+    )
+    .expect("strings take all");
     for block in BLOCKS {
         write_block(&mut text, block);
     }

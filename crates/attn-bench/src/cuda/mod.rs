@@ -78,6 +78,8 @@ struct Step {
 struct Centres {
     /// bf16 `[batch][num_kv_heads][2][head_dim]`.
     all: CudaSlice<u16>,
+    /// Elements of a sequence's.
+    len: usize,
 }
 
 impl Centres {
@@ -87,14 +89,12 @@ impl Centres {
         let elements = product("elements of centres of K", &elements)?;
         Ok(Centres {
             all: buffers.upload(&bf16(&noise(8, elements)))?,
+            len: elements / batch.max(1),
         })
     }
 
     fn args(&self, buffers: &Buffers) -> CentresArgs {
-        CentresArgs {
-            centres: buffers.address(&self.all),
-            rows: DeviceAddress::NULL,
-        }
+        CentresArgs::side_by_side(buffers.address(&self.all), self.len, DeviceAddress::NULL)
     }
 }
 

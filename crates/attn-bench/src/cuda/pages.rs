@@ -138,6 +138,7 @@ impl Pages {
             residual_pages: residuals.map_or(DeviceAddress::NULL, |pages| buffers.address(pages)),
             tokens: slots.map_or(0, CudaSlice::len),
             rotary: self.rotary.as_ref().map(|rotary| rotary.args(buffers)),
+            centres: None,
         }
     }
 

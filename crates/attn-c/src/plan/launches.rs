@@ -253,6 +253,7 @@ pub unsafe extern "C" fn attn_plan_append_slots(
             residual_pages: address(residual_pages),
             tokens: count,
             rotary,
+            centres: None,
         };
         // SAFETY: this function's contract.
         unsafe { enqueue(&plan.device, &plan.appends()?.slots, &args, stream) }

@@ -1,11 +1,22 @@
-//! Second centres of K, made on the device of what first tiles store.
+//! Centres of K on the device: second ones, made of what first tiles store, and those that lie in the pages themselves.
 
-use attn_core::{Error, FirstTile, PageLayout};
-use attn_kernels::cuda::{Instance, params::CentreParams};
+use attn_core::{
+    Error, FirstTile, PageLayout, Window, arithmetic::TILE, centres::centres_bytes, error::refuse,
+};
+use attn_kernels::cuda::{
+    Instance,
+    params::{CentreParams, CentreTokens},
+};
 
-use super::{grid::Grid, op::Op, pages::Pages};
+use super::{
+    grid::Grid,
+    op::{Op, Prepared},
+    pages::Pages,
+    slots::{SlotAppendArgs, SlotCentres},
+};
 use crate::{
-    handles::DeviceAddress,
+    gpu::CudaBackend,
+    handles::{DeviceAddress, Stream},
     sizes::{self, check_heads},
 };
 
@@ -23,8 +34,10 @@ const WORDS: usize = 9;
 pub struct CentreArgs {
     /// The pool.
     pub pool: Pages,
-    /// bf16 `[sequence][num_kv_heads][2][head_dim]`.
+    /// Rows of bf16 `[num_kv_heads][2][head_dim]`, one for each sequence.
     pub centres: DeviceAddress,
+    /// Elements from one row to the next.
+    pub stride: usize,
     /// What [`tiles_list`] gives.
     pub tiles: DeviceAddress,
     /// First tiles in the list.
@@ -67,6 +80,8 @@ unsafe impl Op for CentreArgs {
             centres: self.centres.get(),
             tiles: self.tiles.get(),
             page_stride: self.pool.stride as u64,
+            centre_stride: self.stride as u64,
+            ..CentreParams::default()
         })
     }
 
@@ -74,6 +89,183 @@ unsafe impl Op for CentreArgs {
         let ctas = [self.count, layout.num_kv_heads(), 1];
         Grid::new(ctas, layout.head_dim().k.next_multiple_of(32))
     }
+}
+
+/// Where a pool's pages have centres of K: behind the bytes of each page those of the sequence whose first page it is, bf16 `[num_kv_heads][2][head_dim]`. They go where the
+/// page goes, and sequences that share it share them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct PageCentres {
+    /// Those of the first page.
+    pub at: DeviceAddress,
+    /// Elements from those of a page to those of the next.
+    pub stride: usize,
+}
+
+impl PageCentres {
+    /// Those of a pool, whose pages are farther apart by their bytes at least.
+    ///
+    /// # Errors
+    /// [`Error::Parameter`] for formats whose caches have no centres, and those that read keys with residuals; for pages of fewer than 64 tokens, which do not hold a first tile;
+    /// for pages that leave no room.
+    pub fn new(pool: &Pages, layout: &PageLayout) -> Result<Self, Error> {
+        check_page_centres(layout)?;
+        let centres = centres_bytes(layout.num_kv_heads(), layout.head_dim().k);
+        pool.check(layout.page_bytes() + centres)?;
+        Ok(PageCentres {
+            at: pool.at.offset(layout.page_bytes()),
+            stride: pool.stride / 2,
+        })
+    }
+}
+
+/// Refuses pages that have no centres of K.
+fn check_page_centres(layout: &PageLayout) -> Result<(), Error> {
+    layout.format().check_centres()?;
+    if layout.format().k.window() != Window::None {
+        let given = format_args!("{}, whose keys have residuals", layout.format());
+        return refuse(
+            "format of pages with centres of K",
+            given,
+            "int8, int8/int4-w0",
+        );
+    }
+    if layout.page_size() < TILE {
+        let given = format_args!("{} tokens", layout.page_size());
+        return refuse(
+            "page with centres of K",
+            given,
+            "64 or 128 tokens, which hold a first tile",
+        );
+    }
+    Ok(())
+}
+
+/// Makes the second centres of K of the sequences of which an append brings the first token behind the first tile, in the pages that hold the tiles.
+///
+/// Refused is what [`PageCentres::new`] refuses.
+///
+/// # Safety
+/// - Those of [`SlotAppendArgs`] for slots, rows of centres, which are pages of the pool, and positions.
+/// - First tiles and first centres are written ahead on the stream, and nothing else uses these centres meanwhile.
+#[derive(Debug, Clone, Copy)]
+pub struct SecondCentresArgs {
+    /// The pool.
+    pub pool: Pages,
+    /// i64 `[tokens]`, as [`SlotAppendArgs::slots`].
+    pub slots: DeviceAddress,
+    /// The centres in the pool's pages, and which of them each token's sequence has.
+    pub centres: SlotCentres,
+    /// Tokens.
+    pub tokens: usize,
+}
+
+/// Tokens that a CTA looks at.
+const LOOKED_AT: usize = 32;
+
+// SAFETY: `attn_centre` takes one CentreParams, asserted on both sides, and writes the second centres of the tokens' first pages alone.
+unsafe impl Op for SecondCentresArgs {
+    type Shape = PageLayout;
+    type Params = CentreParams;
+    const DOING: &'static str = "making centres of K";
+
+    fn instances(layout: &PageLayout) -> Result<Vec<Instance>, Error> {
+        check_page_centres(layout)?;
+        CentreArgs::instances(layout)
+    }
+
+    fn params(&self, layout: &PageLayout) -> Result<CentreParams, Error> {
+        PageCentres::new(&self.pool, layout)?;
+        Ok(CentreParams {
+            pool: self.pool.at.get(),
+            centres: self.centres.centres.get(),
+            tiles: 0,
+            page_stride: self.pool.stride as u64,
+            centre_stride: self.centres.stride as u64,
+            slots: self.slots.get(),
+            centre_rows: self.centres.rows.get(),
+            centre_positions: self.centres.positions.get(),
+            tokens: sizes::int("tokens to append", self.tokens)?,
+        })
+    }
+
+    fn grid(&self, layout: &PageLayout) -> Grid {
+        let ctas = [self.tokens.div_ceil(LOOKED_AT), layout.num_kv_heads(), 1];
+        Grid::new(ctas, layout.head_dim().k.next_multiple_of(32))
+    }
+}
+
+impl CudaBackend {
+    /// Enqueues an append by slots over pages with centres of K: in one launch where each sequence brings at most one token (`one_each`), else in four, since tokens lack what those
+    /// ahead of them make. Can be captured.
+    ///
+    /// # Safety
+    /// Those of [`SlotAppendArgs`] and [`SecondCentresArgs`].
+    ///
+    /// # Errors
+    /// Those of [`CudaBackend::enqueue`]; [`Error::Parameter`] for an append without centres, and what [`PageCentres::new`] refuses.
+    pub unsafe fn append_with_centres_on(
+        &self,
+        append: &Prepared<SlotAppendArgs>,
+        second: &Prepared<SecondCentresArgs>,
+        stream: Stream,
+        args: &SlotAppendArgs,
+        one_each: bool,
+    ) -> Result<(), Error> {
+        for launch in centred_launches(args, one_each)? {
+            // SAFETY: this function's contract; launches of a stream see what those ahead have written.
+            unsafe {
+                match launch {
+                    CentredLaunch::Store(args) => self.enqueue(append, stream, &args),
+                    CentredLaunch::Make(args) => self.enqueue(second, stream, &args),
+                }
+            }?;
+        }
+        Ok(())
+    }
+}
+
+/// A launch of an append over pages with centres of K.
+#[derive(Debug, Clone, Copy)]
+pub enum CentredLaunch {
+    /// Some of the tokens.
+    Store(SlotAppendArgs),
+    /// Second centres.
+    Make(SecondCentresArgs),
+}
+
+/// The launches of [`CudaBackend::append_with_centres_on`], in order.
+///
+/// # Errors
+/// [`Error::Parameter`] for an append without centres.
+pub fn centred_launches(
+    args: &SlotAppendArgs,
+    one_each: bool,
+) -> Result<Vec<CentredLaunch>, Error> {
+    let Some(centres) = args.centres else {
+        let allowed = "the centres of its tokens' sequences";
+        return refuse("centres of K", format_args!("none"), allowed);
+    };
+    let store = |tokens| {
+        CentredLaunch::Store(SlotAppendArgs {
+            centres: Some(SlotCentres { tokens, ..centres }),
+            ..*args
+        })
+    };
+    if one_each {
+        return Ok(vec![store(CentreTokens::EachWithCentres)]);
+    }
+    let make = SecondCentresArgs {
+        pool: args.pool,
+        slots: args.slots,
+        centres,
+        tokens: args.tokens,
+    };
+    Ok(vec![
+        store(CentreTokens::First),
+        store(CentreTokens::OfFirstTiles),
+        CentredLaunch::Make(make),
+        store(CentreTokens::BehindFirstTiles),
+    ])
 }
 
 #[cfg(test)]
@@ -86,6 +278,7 @@ mod tests {
         let args = CentreArgs {
             pool: Pages::new(DeviceAddress::new(0x100), &layout, 9),
             centres: DeviceAddress::new(0x200),
+            stride: 480,
             tiles: DeviceAddress::new(0x300),
             count: 2,
         };
@@ -94,6 +287,7 @@ mod tests {
         let stride = layout.page_bytes() as u64;
         assert_eq!((params.pool, params.page_stride), (0x100, stride));
         assert_eq!((params.centres, params.tiles), (0x200, 0x300));
+        assert_eq!(params.centre_stride, 480);
         let plain = PageLayout::new("int8-plain".parse().unwrap(), 128, 64, 2).unwrap();
         assert!(CentreArgs::instances(&plain).is_err());
     }

@@ -106,6 +106,11 @@ impl NativePlan {
         self.layout
     }
 
+    /// Whether the kernel for keys that lack centres of K is loaded.
+    pub(super) fn has_centres(&self) -> bool {
+        self.kernels[1].get().is_some()
+    }
+
     /// What the plan is for.
     pub(super) fn kind(&self) -> PlanKind {
         match (&self.list_blocks, self.launch_plan.leaves_spans()) {
@@ -351,6 +356,16 @@ impl CudaBackend {
         layout: KvLayout,
     ) -> Result<NativePlan, Error> {
         self.plan(PlanKind::Ragged, problem, format, layout)
+    }
+
+    /// Loads (at first compiles) the kernel for keys that lack centres of K, too, which the first launch over them does otherwise; not for use inside a capture.
+    ///
+    /// # Errors
+    /// [`Error::Parameter`] for a format whose caches have no centres; [`Error::Device`].
+    pub fn load_with_centres(&self, plan: &NativePlan) -> Result<(), Error> {
+        plan.format.check_centres()?;
+        self.device.bind()?;
+        plan.kernel(&self.device, true).map(drop)
     }
 
     fn plan(

@@ -1,8 +1,8 @@
 //! Device addresses of a decode launch.
 
-use attn_core::arithmetic::LOG2_E;
+use attn_core::{Error, PageLayout, arithmetic::LOG2_E};
 
-use super::{dtype::Dtype, kv::DeviceKv};
+use super::{centre::PageCentres, dtype::Dtype, kv::DeviceKv, kv::PagedSequences};
 use crate::handles::DeviceAddress;
 
 /// Device addresses of one decode launch.
@@ -65,13 +65,44 @@ pub fn alibi_slopes_log2(slopes: &[f32]) -> Vec<f32> {
     slopes.iter().map(|slope| slope * LOG2_E).collect()
 }
 
-/// Centres of K that the rows of a cache lack: those of a [`KvCache`](attn_core::KvCache) on the device.
+/// Centres of K that keys in pages lack: those of a [`KvCache`](attn_core::KvCache) on the device, or those in a pool's pages.
 #[derive(Debug, Clone, Copy)]
 pub struct CentresArgs {
-    /// bf16 `[sequence][num_kv_heads][2][head_dim]` of a layer.
+    /// Rows of bf16 `[num_kv_heads][2][head_dim]`.
     pub centres: DeviceAddress,
-    /// u32 `[batch]`: the sequence of the centres that each sequence of the problem has. Null: its own number, which spares a load ahead of that of the centres.
+    /// Elements from one row to the next.
+    pub stride: usize,
+    /// u32: the row of each sequence's centres. Null: the sequence's number, which spares a load ahead of that of the centres.
     pub rows: DeviceAddress,
+    /// Entries of `rows` from one sequence to the next.
+    pub rows_stride: usize,
+}
+
+impl CentresArgs {
+    /// Rows that lie side by side, each `len` elements, and whose numbers do so, too.
+    #[must_use]
+    pub fn side_by_side(centres: DeviceAddress, len: usize, rows: DeviceAddress) -> Self {
+        CentresArgs {
+            centres,
+            stride: len,
+            rows,
+            rows_stride: 1,
+        }
+    }
+
+    /// Those behind each sequence's first page, as [`PageCentres`](super::PageCentres) has them.
+    ///
+    /// # Errors
+    /// Those of [`PageCentres::new`](super::PageCentres::new).
+    pub fn in_first_pages(of: &PagedSequences, layout: &PageLayout) -> Result<Self, Error> {
+        let PageCentres { at, stride } = PageCentres::new(&of.pool, layout)?;
+        Ok(CentresArgs {
+            centres: at,
+            stride,
+            rows: of.page_table,
+            rows_stride: of.page_table_stride,
+        })
+    }
 }
 
 /// Where the states of a shard's spans go, as [`SpanStates`](attn_core::SpanStates) holds them: `spans` is [`NativePlan::spans`](crate::native::NativePlan::spans), rows are query tokens

@@ -346,6 +346,11 @@ impl LaunchPlan {
         Ok(DecodeParams {
             centres: of.centres.get(),
             centre_rows: of.rows.get(),
+            centre_stride: of.stride as u64,
+            centre_rows_stride: sizes::int(
+                "entries from one sequence's centres to the next",
+                of.rows_stride,
+            )?,
             ..params
         })
     }

@@ -65,6 +65,8 @@ mod smaller;
 
 pub use append::{AppendArgs, AppendShape};
 pub use attn_kernels::cuda::KvLayout;
+pub use attn_kernels::cuda::params::CentreTokens;
+pub use centre::{PageCentres, SecondCentresArgs};
 pub use check::Checked;
 pub use copy_pages::CopyPagesArgs;
 pub use decode::NativePlan;
@@ -81,10 +83,10 @@ pub use list_blocks::ListBlocksArgs;
 pub use merge_spans::MergeSpansArgs;
 pub use merge_states::MergeStatesArgs;
 pub use op::{Op, Prepared};
-pub(crate) use op::{enqueue, enqueue_as, prepare_op};
+pub(crate) use op::{enqueue, prepare_op};
 pub use pages::Pages;
 pub(crate) use query_blocks::PlanKind;
 pub use rotary::{RotaryArgs, RotaryQueries};
-pub use slots::SlotAppendArgs;
+pub use slots::{SlotAppendArgs, SlotCentres};
 
 pub use crate::handles::{DeviceAddress, Stream};

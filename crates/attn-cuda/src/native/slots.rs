@@ -3,7 +3,7 @@
 use attn_core::{Error, error::refuse};
 use attn_kernels::cuda::{
     Instance,
-    params::{AppendParams, CheckParams, DecodeParams},
+    params::{AppendParams, CentreTokens, CheckParams, DecodeParams},
 };
 
 use super::{
@@ -46,6 +46,23 @@ pub struct SlotAppendArgs {
     pub tokens: usize,
     /// Rotary positions, by an append prepared with [`AppendShape::rotary`]; none where K is appended as it is.
     pub rotary: Option<RotaryArgs>,
+    /// The centres of K that are taken off keys; none where keys have theirs.
+    pub centres: Option<SlotCentres>,
+}
+
+/// The centres of K of an append by slots. A sequence's first token makes the first one.
+#[derive(Debug, Clone, Copy)]
+pub struct SlotCentres {
+    /// Rows of bf16 `[num_kv_heads][2][head_dim]`.
+    pub centres: DeviceAddress,
+    /// Elements from one row to the next.
+    pub stride: usize,
+    /// u32 `[tokens]`: the row of the centres of each token's sequence.
+    pub rows: DeviceAddress,
+    /// i32 `[tokens]`: each token's number in its sequence.
+    pub positions: DeviceAddress,
+    /// Which tokens are stored.
+    pub tokens: CentreTokens,
 }
 
 // SAFETY: `attn_append` takes one AppendParams, asserted on both sides, and writes the tokens of the slots and rotated queries alone.
@@ -73,6 +90,18 @@ unsafe impl Op for SlotAppendArgs {
         let heads = layout.num_kv_heads();
         check_scale_addresses(layout.format(), self.tensor_scales, heads)?;
         let [k_tensor_scales, v_tensor_scales] = self.tensor_scales.map(DeviceAddress::get);
+        if let Some(centres) = &self.centres {
+            layout.format().check_centres()?;
+            if centres.rows.is_null() || centres.positions.is_null() {
+                let allowed = "a row of centres and a position for each token";
+                return refuse("centres of K", format_args!("null"), allowed);
+            }
+            if self.rotary.is_some() && centres.tokens != CentreTokens::All {
+                let given =
+                    "with some of the tokens, whose queries would be rotated more than once";
+                return refuse("rotary", given, "keys that are rotated before");
+            }
+        }
         let positions = PositionsFrom::Caller;
         let rotary = shape.rotary_params(self.rotary.as_ref(), self.tokens, positions)?;
         Ok(AppendParams {
@@ -84,6 +113,11 @@ unsafe impl Op for SlotAppendArgs {
             v_tensor_scales,
             tokens: sizes::int("tokens to append", self.tokens)?,
             num_kv_heads: sizes::int("num_kv_heads", layout.num_kv_heads())?,
+            centres: self.centres.map_or(0, |of| of.centres.get()),
+            centre_rows: self.centres.map_or(0, |of| of.rows.get()),
+            centre_positions: self.centres.map_or(0, |of| of.positions.get()),
+            centre_stride: self.centres.map_or(0, |of| of.stride as u64),
+            centre_tokens: self.centres.map_or(0, |of| of.tokens as i32),
             ..self.rows.append_params(rotary)
         })
     }
@@ -150,6 +184,7 @@ mod tests {
             residual_pages: at(0x100),
             tokens: 9,
             rotary,
+            centres: None,
         }
     }
 

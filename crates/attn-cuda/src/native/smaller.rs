@@ -97,7 +97,8 @@ fn kernels(
 
 impl CudaBackend {
     /// Loads the kernels of all plans over such pages that are no larger than this one: for at most as many sequences, query tokens, and tokens of a sequence. Those that
-    /// no image exists of are compiled side by side, which takes seconds; not for use inside a capture. Returns how many there are.
+    /// no image exists of are compiled side by side, which takes seconds; not for use inside a capture. Returns how many there are. They are for keys that lack centres of K where
+    /// [`CudaBackend::load_with_centres`] has loaded the plan's.
     ///
     /// # Errors
     /// Those of [`CudaBackend::prepare`].
@@ -117,7 +118,11 @@ impl CudaBackend {
         let load = || {
             self.device.bind()?;
             while let Some((instance, shared)) = all.get(next.fetch_add(1, Ordering::Relaxed)) {
-                self.device.kernel(instance, *shared)?;
+                let instance = match plan.has_centres() {
+                    true => instance.with_centres(),
+                    false => *instance,
+                };
+                self.device.kernel(&instance, *shared)?;
             }
             Ok::<_, Error>(())
         };

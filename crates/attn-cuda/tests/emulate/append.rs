@@ -444,6 +444,7 @@ impl Job {
                     out: address(&launch.out),
                 })
             }),
+            centres: None,
         };
         // SAFETY: the addresses are those of memory that lives until here, as large as `SlotAppendArgs` asks, and the slots are those of the cache's own pages.
         unsafe { kernels.launch(&self.shape()?, &args) }?;

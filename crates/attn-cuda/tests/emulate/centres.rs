@@ -7,15 +7,17 @@ use attn_conformance::case::noise;
 use attn_core::{
     Append, CacheAccess, CacheConfig, Error, FirstTile, HeadDim, Heads, KvCache, PageLayout,
     PageStore, TokenWrite, WideRows,
-    centres::{CENTRES, centre_of, centres_bytes},
+    centres::{CENTRES, centres_bytes},
     error::refuse,
 };
 use attn_cpu::Reference;
 use attn_cuda::{
     internals::{CentreArgs, tiles_list},
-    native::{AppendShape, DeviceAddress, Dtype, KvRows, Op, Pages, SlotAppendArgs},
+    native::{
+        AppendShape, CentreTokens, DeviceAddress, Dtype, KvRows, Op, Pages, SlotAppendArgs,
+        SlotCentres,
+    },
 };
-use attn_kernels::cuda::params::AppendParams;
 use libtest_mimic::Trial;
 
 use crate::{Kernels, address};
@@ -49,8 +51,13 @@ impl EmulatedPages {
         Pages::new(address(&self.pool), &self.layout, self.num_pages)
     }
 
+    /// Elements of a sequence's centres.
+    fn len_of_row(&self) -> usize {
+        self.layout.num_kv_heads() * CENTRES * self.layout.head_dim().k
+    }
+
     fn bytes_of(&self, sequence: usize) -> std::ops::Range<usize> {
-        let each = self.layout.num_kv_heads() * CENTRES * self.layout.head_dim().k;
+        let each = self.len_of_row();
         sequence * each..(sequence + 1) * each
     }
 
@@ -59,12 +66,13 @@ impl EmulatedPages {
         let (first, last) = (writes[0].source, writes[writes.len() - 1].source);
         let tokens = last + 1 - first;
         let (mut slots, mut residuals) = (vec![-1i64; tokens], vec![u32::MAX; tokens]);
-        let mut rows = vec![u32::MAX - 1; tokens];
+        let (mut rows, mut positions) = (vec![u32::MAX; tokens], vec![-1i32; tokens]);
         for write in writes {
             let at = write.source - first;
             slots[at] = i64::from(write.page) * self.layout.page_size() as i64 + write.token as i64;
             residuals[at] = write.residual_page.unwrap_or(u32::MAX);
-            rows[at] = (2 * write.sequence + centre_of(write.position)) as u32;
+            rows[at] = write.sequence as u32;
+            positions[at] = write.position as i32;
         }
         let strides = self.layout.head_dim().both();
         let [k_token_stride, v_token_stride] = strides.map(|dim| self.layout.num_kv_heads() * dim);
@@ -82,17 +90,19 @@ impl EmulatedPages {
             residual_pages: address(&residuals),
             tokens,
             rotary: None,
+            centres: Some(SlotCentres {
+                centres: address(&self.centres),
+                stride: self.len_of_row(),
+                rows: address(&rows),
+                positions: address(&positions),
+                tokens: CentreTokens::All,
+            }),
         };
         let shape = AppendShape {
             layout: self.layout,
             rotary: false,
         };
-        let params = AppendParams {
-            centres: address(&self.centres).get(),
-            centre_rows: address(&rows).get(),
-            makes_centres: i32::from(writes[0].position == 0),
-            ..args.params(&shape)?
-        };
+        let params = args.params(&shape)?;
         let (instances, grid) = (SlotAppendArgs::instances(&shape)?, args.grid(&shape));
         // SAFETY: the addresses are those of memory that lives until here, as large as `SlotAppendArgs` asks, the slots are those of a cache's pages, and there
         // are centres of its sequences.
@@ -173,6 +183,7 @@ impl PageStore for EmulatedPages {
         let args = CentreArgs {
             pool: self.pages(),
             centres: address(&self.centres),
+            stride: self.len_of_row(),
             tiles: address(&list),
             count: tiles.len(),
         };

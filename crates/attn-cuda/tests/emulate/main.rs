@@ -21,6 +21,7 @@ mod centres;
 mod decode;
 mod grid_functions;
 mod headers;
+mod page_centres;
 mod query_blocks;
 mod transfer;
 
@@ -295,6 +296,7 @@ fn trials() -> Result<Vec<Trial>> {
     let kernels = Arc::new(Kernels::new()?);
     let mut all = append::trials(&kernels);
     all.extend(centres::trials(&kernels));
+    all.extend(page_centres::trials(&kernels));
     all.extend(transfer::trials(&kernels));
     all.extend(query_blocks::trials(&kernels));
     all.extend(grid_functions::trials(&kernels));

@@ -285,6 +285,7 @@ impl<'a> Engine<'a> {
             },
             tokens: slots.len(),
             rotary: None,
+            centres: None,
         };
         // SAFETY: as in `prefill`; the slots are those of the sequences' own pages, in order.
         unsafe { self.gpu.enqueue(&self.slot_append, b.raw(), &args) }?;
@@ -480,6 +481,7 @@ fn append_to(engine: &Engine<'_>, slots: [i64; 2]) -> Result<(), Error> {
         residual_pages: engine.residuals(0),
         tokens: slots.len(),
         rotary: None,
+        centres: None,
     };
     // SAFETY: as in `prefill`, but for the slots, which the checking launch refuses before anything is written.
     unsafe { engine.gpu.enqueue(&engine.slot_append, b.raw(), &args) }

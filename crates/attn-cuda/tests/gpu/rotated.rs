@@ -162,6 +162,7 @@ impl<'a> Engine<'a> {
             residual_pages: b.address(&residuals),
             tokens: new.slots.len(),
             rotary: Some(rotary),
+            centres: None,
         };
         // SAFETY: the arrays lie on the device until the download that waits for the launch or, after a refusal, until nothing runs; slots and
         // residual pages are the CPU's cache's own, whose pool has as many pages; positions are rows of the table, or the checking launch refuses.

@@ -171,10 +171,8 @@ fn a_cache_beyond_its_share_of_memory_is_attended_as_it_is() {
 #[test]
 fn centres_reach_exact_launches_alone() {
     let heads = Heads::new(16, 1, 128);
-    let centres = CentresArgs {
-        centres: DeviceAddress::new(0x500),
-        rows: DeviceAddress::new(0x600),
-    };
+    let [at, rows] = [0x500, 0x600].map(DeviceAddress::new);
+    let centres = CentresArgs::side_by_side(at, 256, rows);
     let params = |format: &str, arithmetic| {
         let problem = Problem::new(heads, [4096]).q_len(64);
         let problem = problem.arithmetic(arithmetic);
@@ -185,6 +183,7 @@ fn centres_reach_exact_launches_alone() {
     };
     let made = params("int8", Arithmetic::Exact).unwrap();
     assert_eq!((made.centres, made.centre_rows), (0x500, 0x600));
+    assert_eq!((made.centre_stride, made.centre_rows_stride), (256, 1));
     let refused = params("int8", Arithmetic::Fast).unwrap_err().to_string();
     assert!(refused.contains("Arithmetic::Exact"), "{refused}");
     assert!(params("int8-plain", Arithmetic::Exact).is_err());

@@ -17,6 +17,8 @@ use crate::address;
 pub(super) struct Centres {
     /// `[sequence][num_kv_heads][2][head_dim]`, where vectors of eight bytes are aligned.
     centres: Vec<u64>,
+    /// Elements of a sequence's.
+    len: usize,
     rows: Vec<u32>,
 }
 
@@ -38,6 +40,7 @@ impl Centres {
         let rows = table.sequences.iter().map(|&sequence| sequence as u32);
         Some(Centres {
             centres,
+            len: bytes / 2,
             rows: rows.collect(),
         })
     }
@@ -49,13 +52,11 @@ impl Centres {
             .iter()
             .enumerate()
             .all(|(b, row)| b == *row as usize);
-        CentresArgs {
-            centres: address(&self.centres),
-            rows: match is_own {
-                true => DeviceAddress::NULL,
-                false => address(&self.rows),
-            },
-        }
+        let rows = match is_own {
+            true => DeviceAddress::NULL,
+            false => address(&self.rows),
+        };
+        CentresArgs::side_by_side(address(&self.centres), self.len, rows)
     }
 }
 
