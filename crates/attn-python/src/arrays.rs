@@ -24,6 +24,8 @@ pub struct PlanOptions {
     pub ragged: bool,
     /// Whether sequences are shards, of whose spans launches leave the states.
     pub spans: bool,
+    /// Whether pages have their sequences' centres of K.
+    pub centres: bool,
     /// Static scales that launches take with their pages, if they are given now.
     pub k_scales: Option<Vec<f32>>,
     pub v_scales: Option<Vec<f32>>,
@@ -44,6 +46,17 @@ pub struct PageArrays<'py> {
     /// float32 `[KV heads]` for formats with static scales.
     pub k_scales: Option<Bound<'py, PyCapsule>>,
     pub v_scales: Option<Bound<'py, PyCapsule>>,
+}
+
+/// Where the centres of K of an append's tokens are, as capsules of device arrays.
+#[derive(FromPyObject)]
+pub struct CentreArrays<'py> {
+    /// int32 `[tokens]`: the page that holds the first tokens of each token's sequence.
+    pub first_pages: Bound<'py, PyCapsule>,
+    /// int32 `[tokens]`: each token's number in its sequence.
+    pub positions: Bound<'py, PyCapsule>,
+    /// Whether no sequence brings two tokens.
+    pub one_each: bool,
 }
 
 /// Another engine's paged cache, as capsules of device arrays.

@@ -8,8 +8,9 @@ use std::sync::OnceLock;
 use attn::{
     CacheConfig, Heads, KvFormat, PageLayout, Problem, Window,
     backends::cuda::native::{
-        AppendArgs, AppendShape, DeviceAddress, DeviceKv, ExportArgs, KvLayout, ListBlocksArgs,
-        NativePlan, Prepared, SlotAppendArgs, SpansArgs, alibi_slopes_log2,
+        AppendArgs, AppendShape, CentresArgs, DeviceAddress, DeviceKv, ExportArgs, KvLayout,
+        ListBlocksArgs, NativePlan, PageCentres, Prepared, SecondCentresArgs, SlotAppendArgs,
+        SpansArgs, alibi_slopes_log2,
     },
     convert::Side,
 };
@@ -20,7 +21,8 @@ use pyo3::{
 
 use crate::{
     arrays::{
-        AttendArrays, ExportArrays, PageArrays, PlanOptions, RotaryArrays, RowArrays, SpanArrays,
+        AttendArrays, CentreArrays, ExportArrays, PageArrays, PlanOptions, RotaryArrays, RowArrays,
+        SpanArrays,
     },
     dlpack::Dtype,
     errors,
@@ -42,6 +44,8 @@ pub struct Plan {
 struct Launches {
     append: Prepared<AppendArgs>,
     append_slots: Prepared<SlotAppendArgs>,
+    /// Of pages that have their sequences' centres of K.
+    second_centres: Option<Prepared<SecondCentresArgs>>,
     /// Loaded at its first use.
     export: OnceLock<Prepared<ExportArgs>>,
 }
@@ -52,6 +56,23 @@ impl Plan {
         let others = "the plan is for another engine's pages, which are only attended, by attend_rows; make one without rows=True";
         let refused = || errors::parameter(others);
         self.launches.as_ref().ok_or_else(refused)
+    }
+
+    /// Whether pages have their sequences' centres of K.
+    fn has_centres(&self) -> bool {
+        self.launches
+            .as_ref()
+            .is_some_and(|launches| launches.second_centres.is_some())
+    }
+
+    /// Refuses what knows of no centres of K.
+    fn refuse_centres(&self, what: &str) -> PyResult<()> {
+        match self.has_centres() {
+            true => Err(errors::parameter(format!(
+                "{what} over pages with centres of K; a plan with centres=True has append_slots_now, attend and attend_into"
+            ))),
+            false => Ok(()),
+        }
     }
 }
 
@@ -95,6 +116,10 @@ impl Plan {
                     let launches = Launches {
                         append: gpu.prepare_op(shape)?,
                         append_slots: gpu.prepare_op(shape)?,
+                        second_centres: match options.centres {
+                            true => Some(gpu.prepare_op(layout)?),
+                            false => None,
+                        },
                         export: OnceLock::new(),
                     };
                     (KvLayout::Pages(options.page_size), Some(launches))
@@ -105,6 +130,9 @@ impl Plan {
                 (true, _) => gpu.prepare_ragged(&problem, format, kv)?,
                 _ => gpu.prepare(&problem, format, kv)?,
             };
+            if options.centres {
+                gpu.load_with_centres(&plan)?;
+            }
             Ok((plan, launches, layout))
         };
         let (plan, launches, layout) = py.detach(prepare).map_err(errors::of)?;
@@ -119,7 +147,10 @@ impl Plan {
 
     #[getter]
     fn page_bytes(&self) -> usize {
-        self.layout.page_bytes()
+        match self.has_centres() {
+            true => PageCentres::page_bytes(&self.layout),
+            false => self.layout.page_bytes(),
+        }
     }
 
     #[getter]
@@ -204,12 +235,26 @@ impl Plan {
         stream: u64,
     ) -> PyResult<()> {
         let gpu = self.gpu.cuda()?;
-        let args = self.decode_args(DeviceKv::Paged(self.sequences(&pages)?), &arrays)?;
+        let sequences = self.sequences(&pages)?;
+        let args = self.decode_args(DeviceKv::Paged(sequences), &arrays)?;
+        let centres = match self.has_centres() {
+            true => {
+                Some(CentresArgs::in_first_pages(&sequences, &self.layout).map_err(errors::of)?)
+            }
+            false => None,
+        };
         // SAFETY: the arrays have been compared with the plan's shapes, types and device, and lie in memory that the caller's library keeps until
         // the work enqueued on its stream has run; `attn.torch.Plan` makes the workspace, zeroed, for itself alone, and takes scratch memory for a stream. That lengths, pages and
         // queries on the device are in range is the caller's contract, which `ATTN_CUDA=check=1` checks.
-        py.detach(|| unsafe { gpu.decode_on(&self.plan, stream_of(stream), &args) })
-            .map_err(errors::of)
+        py.detach(|| unsafe {
+            match &centres {
+                None => gpu.decode_on(&self.plan, stream_of(stream), &args),
+                Some(centres) => {
+                    gpu.decode_with_centres_on(&self.plan, stream_of(stream), &args, centres)
+                }
+            }
+        })
+        .map_err(errors::of)
     }
 
     /// Spans of the longest sequence, at least one.
@@ -277,6 +322,7 @@ impl Plan {
         rows: ExportArrays<'_>,
         stream: u64,
     ) -> PyResult<()> {
+        self.refuse_centres("export")?;
         let args = self.export_args(self.sequences(&pages)?, &rows)?;
         let place = &self.launches()?.export;
         let export = match place.get() {
@@ -293,7 +339,8 @@ impl Plan {
     }
 
     /// `kv` are K and V.
-    #[pyo3(signature = (pages, kv, slots, stream, rotary = None))]
+    #[pyo3(signature = (pages, kv, slots, stream, rotary = None, centres = None))]
+    #[allow(clippy::too_many_arguments, reason = "those of Python's call")]
     fn append_slots(
         &self,
         py: Python<'_>,
@@ -302,8 +349,15 @@ impl Plan {
         slots: &Bound<'_, PyCapsule>,
         stream: u64,
         rotary: Option<RotaryArrays<'_>>,
+        centres: Option<CentreArrays<'_>>,
     ) -> PyResult<()> {
-        let append = &self.launches()?.append_slots;
+        let launches = self.launches()?;
+        let append = &launches.append_slots;
+        if centres.is_some() != self.has_centres() {
+            return Err(errors::parameter(
+                "centres are for a plan with centres=True, whose appends have no others: pass first pages and positions for it alone",
+            ));
+        }
         let pool = self.pool(&pages.pool)?;
         let (rows, tokens) = self.kv_rows(&kv.0, &kv.1)?;
         let has_window = self.layout.format().window() != Window::None;
@@ -323,8 +377,19 @@ impl Plan {
             )?,
             tokens,
             rotary,
-            centres: None,
+            centres: match &centres {
+                Some(centres) => Some(self.slot_centres(&pool, centres, tokens)?),
+                None => None,
+            },
         };
+        if let (Some(centres), Some(second)) = (centres, &launches.second_centres) {
+            let (gpu, stream) = (self.gpu.cuda()?, stream_of(stream));
+            // SAFETY: as for `attend`; slots, first pages and positions are the caller's contract.
+            let enqueued = unsafe {
+                gpu.append_with_centres_on(append, second, stream, &args, centres.one_each)
+            };
+            return enqueued.map_err(errors::of);
+        }
         // SAFETY: as for `attend`; slots and positions are the caller's contract.
         unsafe { self.gpu.enqueue(py, append, stream, &args) }
     }
@@ -340,6 +405,7 @@ impl Plan {
         stream: u64,
         rotary: Option<RotaryArrays<'_>>,
     ) -> PyResult<()> {
+        self.refuse_centres("step")?;
         let gpu = self.gpu.cuda()?;
         let sequences = self.sequences(&pages)?;
         let append = self.append_args(sequences, [&kv.0, &kv.1], rotary.as_ref())?;

@@ -102,6 +102,12 @@ pub struct PageCentres {
 }
 
 impl PageCentres {
+    /// Bytes of a page with its centres.
+    #[must_use]
+    pub fn page_bytes(layout: &PageLayout) -> usize {
+        layout.page_bytes() + centres_bytes(layout.num_kv_heads(), layout.head_dim().k)
+    }
+
     /// Those of a pool, whose pages are farther apart by their bytes at least.
     ///
     /// # Errors
@@ -109,8 +115,7 @@ impl PageCentres {
     /// for pages that leave no room.
     pub fn new(pool: &Pages, layout: &PageLayout) -> Result<Self, Error> {
         check_page_centres(layout)?;
-        let centres = centres_bytes(layout.num_kv_heads(), layout.head_dim().k);
-        pool.check(layout.page_bytes() + centres)?;
+        pool.check(Self::page_bytes(layout))?;
         Ok(PageCentres {
             at: pool.at.offset(layout.page_bytes()),
             stride: pool.stride / 2,

@@ -1,14 +1,14 @@
 //! What launches read and write beside the pages: arrays compared with the plan.
 
 use attn::backends::cuda::native::{
-    AppendArgs, DecodeArgs, DeviceAddress, DeviceKv, Dtype as CudaDtype, ExportArgs, KvRows,
-    PagedSequences, RotaryArgs,
+    AppendArgs, CentreTokens, DecodeArgs, DeviceAddress, DeviceKv, Dtype as CudaDtype, ExportArgs,
+    KvRows, PageCentres, PagedSequences, Pages, RotaryArgs, SlotCentres,
 };
 use pyo3::{prelude::*, types::PyCapsule};
 
 use super::Plan;
 use crate::{
-    arrays::{AttendArrays, ExportArrays, RotaryArrays},
+    arrays::{AttendArrays, CentreArrays, ExportArrays, RotaryArrays},
     dlpack::{Array, Dtype},
     errors,
     gpu::OnDevice,
@@ -128,6 +128,28 @@ impl Plan {
             v_token_stride: stride(&v),
         };
         Ok((rows, tokens))
+    }
+
+    /// Where the centres of K of an append's tokens are in the pool.
+    pub(super) fn slot_centres(
+        &self,
+        pool: &Pages,
+        centres: &CentreArrays<'_>,
+        tokens: usize,
+    ) -> PyResult<SlotCentres> {
+        let PageCentres { at, stride } =
+            PageCentres::new(pool, &self.layout).map_err(errors::of)?;
+        let list = |what, capsule| {
+            let needed = (Dtype::I32, 4 * tokens);
+            self.gpu.list(what, Some(capsule), needed)
+        };
+        Ok(SlotCentres {
+            centres: at,
+            stride,
+            rows: list("first_pages", &centres.first_pages)?,
+            positions: list("positions", &centres.positions)?,
+            tokens: CentreTokens::All,
+        })
     }
 
     /// The export of a range of tokens of each of the plan's sequences.

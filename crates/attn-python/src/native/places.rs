@@ -18,7 +18,7 @@ impl Plan {
     /// The pool: whole pages side by side, or pages along its first dim that lie apart.
     pub(super) fn pool(&self, capsule: &Bound<'_, PyCapsule>) -> PyResult<Pages> {
         let array = Array::new("pool", capsule)?;
-        let page = self.layout.page_bytes();
+        let page = self.page_bytes();
         let of_first = array.shape.iter().skip(1).product::<usize>();
         let lie_apart = array.shape.len() > 1 && of_first == page;
         let memory = self
@@ -31,7 +31,11 @@ impl Plan {
             )));
         }
         let num_pages = memory.bytes / page;
-        let mut pages = Pages::new(memory.address, &self.layout, num_pages);
+        let mut pages = Pages {
+            at: memory.address,
+            stride: page,
+            num_pages,
+        };
         if lie_apart && num_pages > 1 {
             pages.stride = usize::try_from(array.strides[0]).unwrap_or(0);
         }

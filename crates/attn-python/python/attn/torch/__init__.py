@@ -27,7 +27,7 @@ Where sequences bring other numbers of query tokens from step to step, the devic
 """
 
 from ._operators import append_slots, append_slots_rotary, attend, attend_rows, step, step_rotary
-from ._plan import Plan, Rotary, Scratch
+from ._plan import Centres, Plan, Rotary, Scratch
 from ._transfer import copy_pages, merge, merge_spans
 
-__all__ = ["Plan", "Rotary", "Scratch", "append_slots", "append_slots_rotary", "attend", "attend_rows", "copy_pages", "merge", "merge_spans", "step", "step_rotary"]
+__all__ = ["Centres", "Plan", "Rotary", "Scratch", "append_slots", "append_slots_rotary", "attend", "attend_rows", "copy_pages", "merge", "merge_spans", "step", "step_rotary"]

@@ -37,6 +37,21 @@ class Rotary:
         return _arguments(cos_sin=self.cos_sin, positions=self.positions, q=q, interleaved=bool(self.interleaved))
 
 
+@dataclass
+class Centres:
+    """Where an append's tokens find the centres of K of their sequences, for a plan with `centres=True`.
+
+    Args:
+        first_pages: int32 `[tokens]`: the page that holds the first tokens of each token's sequence.
+        positions: int32 `[tokens]`: each token's number in its sequence.
+        one_each: no sequence brings two tokens, which then take one launch in place of four.
+    """
+
+    first_pages: torch.Tensor
+    positions: torch.Tensor
+    one_each: bool = False
+
+
 def _capsule(tensor: Optional[torch.Tensor]) -> Any:
     return None if tensor is None else torch_capsule("a tensor of a plan", tensor)
 
@@ -97,6 +112,8 @@ class Plan:
         ragged: sequences bring other numbers of query tokens from step to step, as `set_query_starts` says; `q_lens` gives their number, how many
             tokens they have in all, and the most that one mostly has, for which the kernel is chosen.
         spans: sequences are shards, for `attend_spans`; not with `rows` or `ragged`. Sinks belong to `merge_spans`.
+        centres: pages have their sequences' centres of K, as `attn.Cache` keeps them for the same formats: behind the bytes of the page that holds a sequence's first tokens,
+            so that they go where it goes. For `append_slots_now`, `attend` and `attend_into`, pages of 64 or 128 tokens, and keys of `"int8"` (`"int8/int4-w0"`).
         device: `"cuda"`, `"cuda:1"`, a torch.device; torch's current one if not given.
         scale, causal, softcap, window_left, chunk, alibi_slopes, sinks, arithmetic: as for `attn.Cache.attend`.
         k_scales, v_scales: static scales for `"fp8"` and `"int8-tensor"`, one for each KV head.
@@ -121,6 +138,7 @@ class Plan:
         rotary: bool = False,
         ragged: bool = False,
         spans: bool = False,
+        centres: bool = False,
         device: Union[None, str, torch.device] = None,
         scale: Optional[float] = None,
         causal: bool = True,
@@ -149,12 +167,15 @@ class Plan:
             rotary=flag("rotary", rotary),
             ragged=flag("ragged", ragged),
             spans=flag("spans", spans),
+            centres=flag("centres", centres),
             k_scales=numbers("k_scales", k_scales),
             v_scales=numbers("v_scales", v_scales),
             modifiers=Modifiers.of(scale, causal, softcap, window_left, chunk, alibi_slopes, sinks, arithmetic),
         )
         if options.spans and (options.rows or options.ragged):
             raise ParameterError("spans=True with rows=True or ragged=True; a plan for shards is of the library's pages, and knows its q_lens")
+        if options.centres and (options.rows or options.spans or options.rotary):
+            raise ParameterError("centres=True with rows=True, spans=True or rotary=True; centres lie in the library's pages, and keys come rotated")
         if not hasattr(_attn, "NativePlan"):
             raise UnsupportedError('this build of the package leaves CUDA out, which `pip install ./crates/attn-python` has; attn.Cache works on the CPU')
         if not torch.cuda.is_available():
@@ -212,7 +233,7 @@ class Plan:
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of a page: K, V and their scales, of all KV heads."""
+        """Bytes of a page: K, V and their scales, of all KV heads, and centres of K where pages have them."""
         return self._plan.page_bytes
 
     def residual_slots(self, q_len: int = 64) -> int:
@@ -411,11 +432,13 @@ class Plan:
         slots: torch.Tensor,
         residual_pages: Optional[torch.Tensor] = None,
         rotary: Optional[Rotary] = None,
+        centres: Optional[Centres] = None,
     ) -> None:
-        """`append_slots` without an operator, for hosts that have one around this call."""
+        """`append_slots` without an operator, for hosts that have one around this call; with `centres` for a plan with `centres=True`."""
         pages = self._pages(pool, None, None, residual_pages)
         rotary = None if rotary is None else rotary._arguments(rotary.q)
-        self._plan.append_slots(pages, (_capsule(k), _capsule(v)), _capsule(slots), self._stream(), rotary)
+        of = None if centres is None else _arguments(first_pages=centres.first_pages, positions=centres.positions, one_each=flag("one_each", centres.one_each))
+        self._plan.append_slots(pages, (_capsule(k), _capsule(v)), _capsule(slots), self._stream(), rotary, of)
 
     def attend_into(
         self,
