@@ -152,7 +152,7 @@ static_assert(sizeof(AppendParams) == 232, "params.rs");
 struct CentreParams {
     const unsigned char* pool;                 // Pages [page][kv_head][run].
     unsigned short* centres;                   // Centres of K, [row][num_kv_heads][2][head_dim] in bf16: the first ones are read, the second ones written.
-    const unsigned int* tiles;                 // First tiles, u32 [9] of each: the row of its centres, up to four home pages, and their residual pages, which are not read where K keeps none. Null: those of the tokens that are the first behind their sequence's first tile, which is in one page, whose number is the row of its centres.
+    const unsigned int* tiles;                 // First tiles, u32 [9] of each: the row of its centres, up to four home pages, and their residual pages, which are not read where K keeps none. Null: those of which there is the last token, each in one page, whose number is the row of its centres.
     unsigned long long page_stride;            // Bytes from one page to the next.
     unsigned long long centre_stride;          // Elements from one row of centres to the next.
     const long long* slots;                    // Without tiles: as in AppendParams.

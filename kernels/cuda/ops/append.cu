@@ -31,8 +31,8 @@ struct Place {
     // Whether the token eight behind is stored by this launch, too: in the same page, and with residuals in the same one.
     bool joins_codes, joins_residuals;
     u16* centre;  // of K, which is taken off the token's key; null: none
-    bool makes_first;      // whether the token's key is the centre
-    const u8* first_page;  // of K, the run of the first tile, of which the centre is made before; null: it is there
+    bool makes_first;   // whether the token's key is the centre
+    bool makes_second;  // whether the token is the last one of a first tile, which lies in its page, and makes the second centre
 };
 
 DEVICE Place place_of(const AppendParams& p, int b, u32 page, u32 t, int head, bool keeps_residuals) {
@@ -60,12 +60,12 @@ DEVICE void store_v(const VToken& v, const Place& to, int lane) {
     if (Values::WINDOW && to.residuals) v.store_residuals(to.residuals + Run::V_RESIDUALS, to.t, lane, false);
 }
 
-// Makes a second centre of the first tile in one page's run, and of the first centre, which lies ahead.
-DEVICE void make_second_centre(const u8* run, u16* second, int lane) {
+// Makes the second centre, behind the first one, of a first tile in one page's run, to which this warp has stored the last token.
+DEVICE void make_second_centre(const u8* run, u16* first, int lane) {
     if constexpr (Keys::MAY_HAVE_CENTRES && PAGES_OF_TILE == 1 && !Keys::WINDOW) {
-#pragma unroll 1
-        for (int d = lane; d < K_DIM; d += 32) second[d] = second_centre(second[d - K_DIM], add_page(0.0f, run, nullptr, d));
         __syncwarp();
+#pragma unroll 1
+        for (int d = lane; d < K_DIM; d += 32) first[K_DIM + d] = second_centre(first[d], add_page(0.0f, run, nullptr, d));
     }
 }
 
@@ -89,12 +89,10 @@ struct Key {
         if constexpr (HAS_ROTARY) rotary.rotate(p, k, lane);
         k.to_stored(lane);
         if constexpr (Keys::MAY_HAVE_CENTRES)
-            if (to.centre) {
-                if (to.first_page) make_second_centre(to.first_page, to.centre, lane);
-                k.take_off(to.centre, to.makes_first, lane);
-            }
+            if (to.centre) k.take_off(to.centre, to.makes_first, lane);
         k.encode(scale_of(p.k_tensor_scales, head), lane);
         store_k(k, to, lane);
+        if (to.makes_second) make_second_centre(to.run, to.centre, lane);
     }
 };
 // `place()` is asked for behind the token's loads.
@@ -176,7 +174,7 @@ struct Slot {
         if (has_centres(p)) {
             place.centre = centre_at<K_DIM>(p.centres, centres, p.centre_stride, head) + (position < TILE ? 0 : K_DIM);
             place.makes_first = position == 0;
-            if (position == TILE && p.centre_tokens == EACH_WITH_CENTRES) place.first_page = run_of(p, centres, head);
+            place.makes_second = position == TILE - 1 && p.centre_tokens == EACH_WITH_CENTRES;
         }
         return place;
     }

@@ -33,10 +33,10 @@ DEVICE void make_centre(const CentreParams& p, const FirstTile& tile, int head, 
     centres[K_DIM + d] = second_centre(centres[d], sum);
 }
 
-// Of 32 tokens those that are the first behind their sequence's first tile.
-DEVICE u32 first_behind_tiles(const CentreParams& p, int first) {
+// Of 32 tokens those that are the last of their sequence's first tile.
+DEVICE u32 last_of_tiles(const CentreParams& p, int first) {
     const int token = first + (int)threadIdx.x % 32;
-    return __ballot_sync(~0u, token < p.tokens && p.slots[token] >= 0 && p.centre_positions[token] == TILE);
+    return __ballot_sync(~0u, token < p.tokens && p.slots[token] >= 0 && p.centre_positions[token] == TILE - 1);
 }
 
 extern "C" __global__ void __launch_bounds__((K_DIM + 31) / 32 * 32) attn_centre(const __grid_constant__ CentreParams p) {
@@ -46,7 +46,7 @@ extern "C" __global__ void __launch_bounds__((K_DIM + 31) / 32 * 32) attn_centre
         if (d < K_DIM) make_centre(p, ((const FirstTile*)p.tiles)[blockIdx.x], head, d);
         return;
     }
-    for (u32 left = first_behind_tiles(p, 32 * blockIdx.x); left; left &= left - 1) {
+    for (u32 left = last_of_tiles(p, 32 * blockIdx.x); left; left &= left - 1) {
         const u32 page = p.centre_rows[32 * blockIdx.x + __ffs(left) - 1];
         if (d < K_DIM) make_centre(p, {page, {page}, {}}, head, d);
     }

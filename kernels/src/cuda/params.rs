@@ -260,7 +260,7 @@ blocks! {
         /// Centres of K, [row][num_kv_heads][2][head_dim] in bf16: the first ones are read, the second ones written.
         centres: u64 = "unsigned short*",
         /// First tiles, u32 [9] of each: the row of its centres, up to four home pages, and their residual pages, which are not read where K keeps none. Null: those of
-        /// the tokens that are the first behind their sequence's first tile, which is in one page, whose number is the row of its centres.
+        /// which there is the last token, each in one page, whose number is the row of its centres.
         tiles: u64 = "const unsigned int*",
         /// Bytes from one page to the next.
         page_stride: u64 = "unsigned long long",
@@ -516,7 +516,7 @@ impl FastDivmod {
 pub enum CentreTokens {
     /// All; second centres have been made.
     All,
-    /// All, one of each sequence at most, of which the first one behind a first tile makes the second centre; pages have 64 tokens or more, and K has no window.
+    /// All, one of each sequence at most, of which the last one of a first tile makes the second centre; pages have 64 tokens or more, and K has no window.
     EachWithCentres,
     /// The first ones of their sequences.
     First,

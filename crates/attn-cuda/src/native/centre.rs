@@ -145,7 +145,7 @@ fn check_page_centres(layout: &PageLayout) -> Result<(), Error> {
     Ok(())
 }
 
-/// Makes the second centres of K of the sequences of which an append brings the first token behind the first tile, in the pages that hold the tiles.
+/// Makes the second centres of K of the sequences of which an append brings the last token of the first tile, in the pages that hold the tiles.
 ///
 /// Refused is what [`PageCentres::new`] refuses.
 ///

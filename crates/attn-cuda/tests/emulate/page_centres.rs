@@ -55,7 +55,7 @@ struct Step {
 impl Step {
     /// Of the tokens behind `lens`; with a token in front of all others that goes nowhere.
     fn new(cache: &KvCache, lens: [usize; 3], tokens: [usize; 3]) -> Self {
-        let (mut slots, mut first_pages, mut positions) = (vec![-1], vec![u32::MAX], vec![64]);
+        let (mut slots, mut first_pages, mut positions) = (vec![-1], vec![u32::MAX], vec![63]);
         for sequence in 0..3 {
             let pages = &cache.table().pages[sequence];
             let page_size = cache.layout().page_size();
@@ -171,10 +171,9 @@ fn compare(cache: &KvCache, layout: &PageLayout, got: &[u8], stride: usize) -> O
                     ));
                 }
             }
-            // The second centre is made when something lacks it.
             let count = match cache.table().lens[sequence] {
                 0 => 0,
-                1..=64 => 1,
+                1..64 => 1,
                 _ => 2,
             };
             let want = pages.centres(0, sequence, head)?;
