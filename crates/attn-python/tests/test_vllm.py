@@ -122,10 +122,15 @@ def test_a_cell_has_the_bytes_of_a_token_for_every_block_size():
             spec = stubs.AttentionSpec(1, 2, dim, dtype, stubs.KVQuantMode.CUSTOM)
             cell = plugin.AttnBackend.customize_spec(spec).state_content_bytes
             wanted = {"attn_int8": 2 * dim + 4, "attn_int8_int4": dim + dim // 2 + 4, "attn_int4": dim + 8, "attn_bf16": 4 * dim}
-            assert cell == wanted[name]
+            centres = dim // 16 if name in ("attn_int8", "attn_int8_int4") else 0
+            assert cell == wanted[name] + centres
             for block in plugin.BLOCK_SIZES:
                 cache = attn.Cache(plugin.FORMATS[name], heads=2, dim=dim, max_tokens=0, pages=0, page_size=block, device="cpu")
-                assert cache.stats().page_bytes == 2 * block * cell
+                assert cache.stats().page_bytes == 2 * block * wanted[name]
+                for kind in (stubs.AttentionSpec, stubs.FullAttentionSpec):
+                    blocks = plugin.Blocks.of(plugin.FORMATS[name], kind(block, 2, dim, dtype))
+                    has_centres = centres > 0 and block >= 64 and kind is stubs.FullAttentionSpec
+                    assert (blocks.has_centres, blocks.used) == (has_centres, 2 * (block * wanted[name] + 4 * dim * has_centres)) and blocks.used <= 2 * block * cell
     for dtype in (torch.bfloat16, torch.float16):
         plain = stubs.AttentionSpec(16, 2, 64, dtype)
         assert plugin.AttnBackend.customize_spec(plain) is plain
@@ -280,7 +285,7 @@ def test_names_and_arguments_are_vllms():
     for own, name in ((plugin.AttnBackend, "AttentionBackend"), (plugin.AttnMetadataBuilder, "AttentionMetadataBuilder"), (plugin.AttnImpl, "AttentionImpl")):
         theirs = members(name)
         for member, value in vars(own).items():
-            if member in ("plan", "_build", "_pool", "_host_pages", "_load") or member in allowed or member.startswith("__") and member != "__init__":
+            if member in ("plan", "_build", "_pool", "_host_pages", "_load", "_places", "blocks") or member in allowed or member.startswith("__") and member != "__init__":
                 continue
             assert member in theirs, f"{name} has no {member}"
             function = getattr(value, "__func__", value)
@@ -302,8 +307,8 @@ class Host:
         # The model's own elements: vLLM then says nothing of the cell.
         element = plugin.ELEMENTS.get(dtype, torch.bfloat16)
         mode = stubs.KVQuantMode.CUSTOM if dtype in plugin.ELEMENTS else stubs.KVQuantMode.NONE
-        spec = plugin.AttnBackend.customize_spec(stubs.AttentionSpec(block, 2, 64, element, mode))
-        config = type("Config", (), {"model_config": type("Model", (), {"max_model_len": 256})})
+        spec = plugin.AttnBackend.customize_spec(stubs.FullAttentionSpec(block, 2, 64, element, mode))
+        config = SimpleNamespace(model_config=SimpleNamespace(max_model_len=256), scheduler_config=SimpleNamespace(max_num_batched_tokens=256, max_num_seqs=8))
         self.builder = plugin.AttnMetadataBuilder(spec, ["layer"], config, device)
         cell = spec.state_content_bytes or 2 * 64
         self.pool = torch.zeros(blocks, 2, block, cell, dtype=element, device=device)
@@ -359,19 +364,19 @@ def device(request):
 
 
 @pytest.mark.parametrize("dtype", ["attn_int8", "attn_int8_int4", "attn_int4", "attn_bf16", "auto"])
-@pytest.mark.parametrize("layer", [{}, {"sliding_window": 20}, {"logits_soft_cap": 30.0}, {"sinks": True}])
+@pytest.mark.parametrize("layer", [{}, {"sliding_window": 20}, {"logits_soft_cap": 30.0}, {"sinks": True}, {"block": 64}, {"block": 128, "sliding_window": 20}])
 def test_mixed_batches_are_what_a_cache_attends(device, dtype, layer):
     if layer.get("sinks"):
         layer = {"sinks": torch.linspace(-1, 2, 8, device=device)}
     host = Host(device, dtype, **layer)
     format = plugin.FORMATS.get(dtype, "bf16")
-    # vLLM's pages have no place for centres.
-    bare = {"centres": False} if dtype in ("attn_int8", "attn_int8_int4") else {}
-    cache = attn.Cache(format, heads=2, dim=64, max_tokens=256, page_size=16, sequences=3, device=device.type, **bare)
+    # Only blocks that hold a first tile have room for centres.
+    centred = {"centres": host.block >= 64} if dtype in ("attn_int8", "attn_int8_int4") else {}
+    cache = attn.Cache(format, heads=2, dim=64, max_tokens=256, page_size=16, sequences=3, device=device.type, **centred)
     options = {"softcap": layer.get("logits_soft_cap"), "window_left": 19 if "sliding_window" in layer else None}
     if "sinks" in layer:
         options["sinks"] = layer["sinks"].tolist()
-    for q_lens in ([100, 1, 33], [1, 40, 1], [1, 1, 1], [5, 5, 5], [1, 90, 2]):
+    for q_lens in ([100, 1, 30], [1, 40, 1], [1, 1, 30], [1, 1, 1], [1, 1, 1], [1, 1, 1], [5, 25, 5], [1, 60, 2]):
         metadata = host.builder.build(0, host.batch(q_lens))
         n = sum(q_lens)
         q, k, v = (rows(n + 3, heads, device) for heads in (8, 2, 2))

@@ -46,6 +46,11 @@ class AttentionSpec:
     state_content_bytes: Optional[int] = None
 
 
+@dataclass(frozen=True)
+class FullAttentionSpec(AttentionSpec):
+    sliding_window: Optional[int] = None
+
+
 class AttentionBackend:
     @classmethod
     def validate_configuration(cls, head_size, dtype, kv_cache_dtype, use_mla, device_capability):
@@ -166,7 +171,7 @@ def install() -> None:
         ],
         "vllm.v1.attention.backends": [],
         "vllm.v1.attention.backends.registry": [AttentionBackendEnum, register_backend],
-        "vllm.v1.kv_cache_interface": [KVCacheLayout, KVQuantMode, AttentionSpec],
+        "vllm.v1.kv_cache_interface": [KVCacheLayout, KVQuantMode, AttentionSpec, FullAttentionSpec],
     }
     for name, members in modules.items():
         module = sys.modules.setdefault(name, types.ModuleType(name))

@@ -8,15 +8,16 @@ against stubs, and its steps against `attn.Cache`.
 What it does and does not:
 
 - For each token and head, `attn_int8` stores 2·dim + 4 bytes, `attn_int8_int4` 1.5·dim + 4, `attn_int4` dim + 8, `attn_bf16` and `auto` 4·dim. Formats with a window
-  (`int4`, `int8/int4`) keep finer residuals of a sequence's first and newest tokens, for which vLLM's pages have no place: these have none, and no centres of K, so that
-  they are coarser than `attn.Cache` of the same bits (docs/accuracy.md).
+  (`int4`, `int8/int4`) keep finer residuals of a sequence's first and newest tokens, for which vLLM's pages have no place: these have none, so that they are coarser than
+  `attn.Cache` of the same bits (docs/accuracy.md).
+- Blocks of 64 tokens or more of `attn_int8` and `attn_int8_int4` have room for the centres of K of the sequence whose first block it is (docs/accuracy.md), dim / 16 bytes a token and
+  head: they are final when the block is full, and go where it goes. Smaller blocks, and layers whose first blocks vLLM frees (sliding windows in a cache group of their own), have none.
 - `auto`, which is what layers have that `--kv-cache-dtype-skip-layers` names, keeps the model's 16 bits.
 - A batch of decoding or verifying sequences with as many query tokens each runs in full CUDA graphs; padded requests (length 0, slot -1) give zeros.
 - A token's result has the same bits in any batch, chunk or graph (`supports_batch_invariance`).
 - Blocks have 64 tokens, a tile of the kernels, unless `--block-size` says otherwise.
 - Kernels are loaded and the largest plans made in the pass by which vLLM measures memory, so that they are counted and the first request waits for neither.
-- Caches here have no centres of K, so that biases of a model's K (Qwen 2.5) cost accuracy: keys are looked at in a layer's first prompts, and a warning names the
-  layers whose keys a format stores badly.
+- Keys without centres are looked at in a layer's first prompts, and a warning names the layers whose keys a format stores badly, as biases of K are (Qwen 2.5).
 - Layers may share the K and V of another (Gemma 3n, 4).
 - Refused: encoder attention, MLA, decode and prefill context parallelism, heads of more than 256 dims in 16 bits on GPUs, quantized outputs, pages with padding between.
 """
@@ -41,13 +42,13 @@ from vllm.v1.attention.backend import (
     AttentionMetadataBuilder,
     AttentionType,
 )
-from vllm.v1.kv_cache_interface import KVCacheLayout
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheLayout
 
 from . import _attn
 from ._errors import UnsupportedError
 from ._host_pages import HostPages
 from ._outlier_keys import LOOKED_AT, KeyLook, unevenness
-from .torch import Plan, Scratch
+from .torch import Centres, Plan, Scratch
 
 # vLLM's name of a cache type, and the format of its pages.
 FORMATS: Dict[str, str] = {"attn_int8": "int8", "attn_int8_int4": "int8/int4-w0", "attn_int4": "int4-g1", "attn_bf16": "bf16"}
@@ -63,6 +64,9 @@ AUTO: Tuple[Optional[str], ...] = (None, "auto")
 FLOATS: Dict[torch.dtype, str] = {torch.bfloat16: "bf16", torch.float16: "f16"}
 BLOCK_SIZES = [16, 32, 64, 128]
 PREFERRED_BLOCK = 64
+# Formats whose keys lack centres, and the least tokens of a block that holds a first tile.
+CENTRED = ("int8", "int8/int4-w0")
+FIRST_TILE = 64
 HEAD_SIZES = [64, 80, 96, 128, 160, 192, 256, 320, 512]
 # The most dims of a head that GPUs attend in 16 bits.
 MOST_IN_16_BITS = 256
@@ -196,7 +200,7 @@ class AttnBackend(AttentionBackend):
 
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:
-        """Says how many bytes a token and head take."""
+        """Says how many bytes a token and head take, a share of its block's centres among them."""
         if spec.state_content_bytes is not None:
             return spec
         if not spec.kv_quant_mode:
@@ -251,9 +255,48 @@ class AttnBackend(AttentionBackend):
         return capability is None or capability.major >= 8
 
 
-def cell_bytes(format: str, head_size: int) -> int:
-    """Bytes of K, V and their scales, of a token and head: the C of vLLM's cell tensor `[blocks, heads, tokens, C]`. The same for all block sizes."""
+def run_bytes(format: str, head_size: int) -> int:
+    """Bytes of K, V and their scales, of a token and head."""
     return _attn.page_bytes(format, 1, (head_size, head_size), 64) // 64
+
+
+def cell_bytes(format: str, head_size: int) -> int:
+    """Bytes of a token and head, with its share of the centres of a block of 64 tokens: the C of vLLM's cell tensor `[blocks, heads, tokens, C]`. The same for all block sizes,
+    which vLLM chooses by it."""
+    return run_bytes(format, head_size) + (centre_bytes(head_size) // FIRST_TILE if format in CENTRED else 0)
+
+
+def centre_bytes(head_size: int) -> int:
+    """Bytes of a head's two centres of K."""
+    return 4 * head_size
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """How a layer's blocks of so many tokens lie in `kv_cache` `[blocks, KV heads, tokens, bytes]`."""
+
+    format: str
+    tokens: int
+    # Bytes of a block that are in use, and whether the centres of K of its sequence are among them.
+    used: int
+    has_centres: bool
+
+    @classmethod
+    def of(cls, format: str, spec: Any) -> "Blocks":
+        tokens, heads, head_size = spec.block_size, spec.num_kv_heads, spec.head_size
+        # Other specifications are of layers whose first blocks vLLM frees.
+        has_centres = format in CENTRED and tokens >= FIRST_TILE and isinstance(spec, FullAttentionSpec)
+        centres = heads * centre_bytes(head_size) if has_centres else 0
+        return cls(format, tokens, heads * tokens * run_bytes(format, head_size) + centres, has_centres)
+
+    def pool(self, kv_cache: torch.Tensor) -> torch.Tensor:
+        """The blocks as pages: uint8 `[blocks, bytes in use]`."""
+        if not kv_cache.is_contiguous():
+            raise UnsupportedError(
+                f"the cache has the strides {kv_cache.stride()} for the shape {tuple(kv_cache.shape)}; the attention backend ATTN reads blocks that "
+                "lie side by side: use the layout LBHNC without page padding"
+            )
+        return kv_cache.view(torch.uint8).view(kv_cache.shape[0], -1)[:, : self.used]
 
 
 def float_format(dtype: torch.dtype) -> str:
@@ -275,6 +318,9 @@ class AttnMetadata(AttentionMetadata):
     seq_lens: torch.Tensor
     block_table: torch.Tensor
     slot_mapping: torch.Tensor
+    # Of each token, int32: the first block of its sequence, and its number in it.
+    first_blocks: torch.Tensor
+    positions: torch.Tensor
     is_capture: bool
     builder: "AttnMetadataBuilder" = field(repr=False)
 
@@ -300,6 +346,10 @@ class AttnMetadataBuilder(AttentionMetadataBuilder):
         self.scratch = Scratch()
         self.captured: Dict[Tuple, Plan] = {}
         self.plans: "OrderedDict[Tuple, Plan]" = OrderedDict()
+        # Where graphs read the first blocks and the positions of a step's tokens.
+        scheduler = vllm_config.scheduler_config
+        self.token_places = torch.zeros(2, scheduler.max_num_batched_tokens + scheduler.max_num_seqs, dtype=torch.int32, device=device)
+        self._blocks: Optional[Blocks] = None
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> AttnMetadata:
         return self._build(common_attn_metadata, is_capture=False)
@@ -316,6 +366,7 @@ class AttnMetadataBuilder(AttentionMetadataBuilder):
             # A graph serves every batch of its shape: padded requests, which may have no query token on the host, have as many as the others.
             q_lens = (max(q_lens, default=0),) * len(q_lens)
         longest = self.max_model_len if is_capture else planned_len(batch.max_seq_len, self.max_model_len)
+        first_blocks, positions = self._places(batch, len(batch.slot_mapping))
         return AttnMetadata(
             num_actual_tokens=sum(q_lens),
             q_lens=q_lens,
@@ -323,17 +374,39 @@ class AttnMetadataBuilder(AttentionMetadataBuilder):
             seq_lens=batch.seq_lens[: batch.num_reqs],
             block_table=batch.block_table_tensor[: batch.num_reqs],
             slot_mapping=batch.slot_mapping,
+            first_blocks=first_blocks,
+            positions=positions,
             is_capture=is_capture,
             builder=self,
         )
 
-    def plan(self, impl: "AttnImpl", format: str, batch: AttnMetadata, device: torch.device) -> Plan:
+    def blocks(self, format: str) -> Blocks:
+        """How blocks of this format lie."""
+        if self._blocks is None or self._blocks.format != format:
+            self._blocks = Blocks.of(format, self.kv_cache_spec)
+        return self._blocks
+
+    def _places(self, batch: Any, count: int) -> Tuple[torch.Tensor, torch.Tensor]:
+        """The first block of the sequence and the position of each of `count` tokens, where graphs read them; padding has any."""
+        starts, requests = batch.query_start_loc[: batch.num_reqs + 1], batch.num_reqs
+        fits = count <= self.token_places.shape[1]
+        places = self.token_places[:, :count] if fits else self.token_places.new_empty(2, count)
+        if requests > 0 and count > 0:
+            tokens = torch.arange(count, dtype=starts.dtype, device=starts.device)
+            of = torch.searchsorted(starts[1:], tokens, right=True).clamp_(max=requests - 1)
+            # A sequence's last token is the last of its length.
+            behind = batch.seq_lens[:requests] - starts[1:]
+            torch.index_select(batch.block_table_tensor[:requests, 0], 0, of, out=places[0])
+            torch.add(tokens, behind.index_select(0, of), out=places[1])
+        return places[0], places[1]
+
+    def plan(self, impl: "AttnImpl", blocks: Blocks, batch: AttnMetadata, device: torch.device) -> Plan:
         """The plan of a batch for layers with these heads and modifiers."""
-        key = (impl.key, format, batch.q_lens, batch.max_kv_len)
+        key = (impl.key, blocks, batch.q_lens, batch.max_kv_len)
         plan = self.captured.get(key) or self.plans.get(key)
         if plan is None:
             options = dict(impl.options, q_lens=batch.q_lens, max_kv_len=batch.max_kv_len, device=device, scratch=self.scratch)
-            plan = Plan(format, page_size=self.kv_cache_spec.block_size, **options)
+            plan = Plan(blocks.format, page_size=blocks.tokens, centres=blocks.has_centres, **options)
         if batch.is_capture:
             self.captured[key] = plan
             self.plans.pop(key, None)
@@ -414,8 +487,8 @@ class AttnImpl(AttentionImpl):
         self.alibi_slopes, self.sinks = alibi_slopes, sinks
         self.limits = Limits.of_engine()
         self.key_look = KeyLook(kv_cache_dtype)
-        # Of the CPU: made with the first batch, which knows the blocks.
-        self.host_pages: Optional[HostPages] = None
+        # Of the CPU, by how blocks lie.
+        self.host_pages: Dict[Tuple, HostPages] = {}
         self.options = dict(
             heads=num_heads,
             kv_heads=self.num_kv_heads,
@@ -470,21 +543,23 @@ class AttnImpl(AttentionImpl):
         if self.is_appending and key is not None and value is not None:
             kv = tuple(x[:tokens].view(tokens, self.num_kv_heads, self.head_size) for x in (key, value))
         format = FORMATS.get(self.kv_cache_dtype) or float_format(kv_cache.dtype)
-        if kv is not None and format not in FLOATS.values() and not attn_metadata.is_capture:
+        blocks = attn_metadata.builder.blocks(format)
+        if kv is not None and format not in FLOATS.values() and not blocks.has_centres and not attn_metadata.is_capture:
             self.key_look.look(layer, kv[0], attn_metadata.q_lens, attn_metadata.max_kv_len)
         slots = attn_metadata.slot_mapping[:tokens]
+        places = dict(first_pages=attn_metadata.first_blocks[:tokens], positions=attn_metadata.positions[:tokens]) if blocks.has_centres else {}
+        pool = blocks.pool(kv_cache)
         if query.device.type == "cpu":
-            pages = self._host_pages(format, attn_metadata.builder.kv_cache_spec.block_size)
-            pool = self._pool(kv_cache, pages.page_bytes)
+            pages = self._host_pages(blocks, pool.stride(0))
             if kv is not None:
-                pages.append_slots(*kv, pool, slots)
+                pages.append_slots(*kv, pool, slots, **places)
             modifiers = {name: self.options.get(name) for name in ("scale", "softcap", "window_left", "alibi_slopes", "sinks")}
             pages.attend(q, pool, attn_metadata.block_table.contiguous(), attn_metadata.host_lens, q_lens=attn_metadata.q_lens, out=out, **modifiers)
             return output
-        plan = attn_metadata.builder.plan(self, format, attn_metadata, query.device)
-        pool = self._pool(kv_cache, plan.page_bytes)
+        plan = attn_metadata.builder.plan(self, blocks, attn_metadata, query.device)
         if kv is not None:
-            plan.append_slots_now(*kv, pool, slots)
+            one_each = max(attn_metadata.q_lens) <= 1
+            plan.append_slots_now(*kv, pool, slots, centres=Centres(**places, one_each=one_each) if places else None)
         plan.attend_into(q, out, pool, attn_metadata.block_table, attn_metadata.seq_lens)
         return output
 
@@ -498,35 +573,33 @@ class AttnImpl(AttentionImpl):
         if key in _largest_plans:
             return
         format = FORMATS.get(self.kv_cache_dtype) or float_format(query.dtype)
+        has_centres = format in CENTRED and limits.block >= FIRST_TILE
         prompt = max(min(len(query), limits.tokens), 1)
         decoding = (limits.decoded,) * limits.sequences
         steps = {(prompt,), decoding[:1], decoding, (prompt,) + decoding[1:]}
         made, scratch = _largest_plans.setdefault(key, []), Scratch()
         for q_lens in sorted(steps, key=sum, reverse=True):
             for longest in sorted({planned_len(max(q_lens), limits.tokens), limits.tokens}, reverse=True):
-                plan = Plan(format, page_size=limits.block, q_lens=q_lens, max_kv_len=longest, device=query.device, scratch=scratch, **self.options)
+                plan = Plan(
+                    format, page_size=limits.block, q_lens=q_lens, max_kv_len=longest, device=query.device, scratch=scratch, centres=has_centres, **self.options
+                )
                 if not made:
                     plan.load_smaller()
                 pool = plan.new_pool(1)
                 nothing = torch.zeros(len(q_lens), dtype=torch.int32, device=query.device)
                 rows = query.new_zeros(sum(q_lens), self.num_heads, self.head_size)
                 kv = query.new_zeros(sum(q_lens), self.num_kv_heads, self.head_size)
-                plan.append_slots_now(kv, kv, pool, torch.full((len(kv),), -1, dtype=torch.int64, device=query.device))
+                slots = torch.full((len(kv),), -1, dtype=torch.int64, device=query.device)
+                plan.append_slots_now(kv, kv, pool, slots, centres=Centres(slots.int(), slots.int()) if has_centres else None)
                 table = nothing.new_zeros(len(q_lens), -(-longest // limits.block))
                 plan.attend_into(rows, rows.clone(), pool, table, nothing)
                 made.append(plan)
         # Torch loads its kernels at their first use, too.
         unevenness(query.new_zeros(LOOKED_AT, self.num_kv_heads, self.head_size))
 
-    def _host_pages(self, format: str, block: int) -> HostPages:
-        if self.host_pages is None:
-            self.host_pages = HostPages(format, kv_heads=self.num_kv_heads, dim=self.head_size, page_size=block)
-        return self.host_pages
-
-    def _pool(self, kv_cache: torch.Tensor, page_bytes: int) -> torch.Tensor:
-        if not kv_cache.is_contiguous():
-            raise UnsupportedError(
-                f"the cache has the strides {kv_cache.stride()} for the shape {tuple(kv_cache.shape)}; the attention backend ATTN reads blocks that "
-                "lie side by side: use the layout LBHNC without page padding"
-            )
-        return kv_cache.view(torch.uint8).view(kv_cache.shape[0], page_bytes)
+    def _host_pages(self, blocks: Blocks, stride: int) -> HostPages:
+        key = (blocks, stride)
+        if key not in self.host_pages:
+            options = dict(centres=True, page_stride=stride) if blocks.has_centres else {}
+            self.host_pages[key] = HostPages(blocks.format, kv_heads=self.num_kv_heads, dim=self.head_size, page_size=blocks.tokens, **options)
+        return self.host_pages[key]

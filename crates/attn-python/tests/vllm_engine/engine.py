@@ -85,10 +85,10 @@ def refused(reason, model, **options):
 def plant_a_fault():
     usual = attn.HostPages.append_slots
 
-    def append_slots(pages, k, v, pool, slots):
+    def append_slots(pages, k, v, pool, slots, **places):
         slots = slots.clone()
         slots[-1] = -1
-        usual(pages, k, v, pool, slots)
+        usual(pages, k, v, pool, slots, **places)
 
     attn.HostPages.append_slots = plugin.HostPages.append_slots = append_slots
 

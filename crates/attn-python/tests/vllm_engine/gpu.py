@@ -111,10 +111,10 @@ def http():
 def plant_a_fault():
     usual = attn.torch.Plan.append_slots_now
 
-    def append_slots_now(plan, k, v, pool, slots, *rest):
+    def append_slots_now(plan, k, v, pool, slots, **others):
         slots = slots.clone()
         slots[-1] = -1
-        usual(plan, k, v, pool, slots, *rest)
+        usual(plan, k, v, pool, slots, **others)
 
     attn.torch.Plan.append_slots_now = plugin.Plan.append_slots_now = append_slots_now
 
