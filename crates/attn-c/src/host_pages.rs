@@ -175,7 +175,7 @@ pub unsafe extern "C" fn attn_host_pages_append_slots(
         let [k, v] = new.rows()?;
         Ok(pages
             .backend
-            .append_slots(&pages.layout, pool, slots, k, v)?)
+            .append_slots(&pages.layout, pool, slots, k, v, None)?)
     })
 }
 

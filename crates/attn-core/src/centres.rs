@@ -9,6 +9,8 @@ use crate::{
     error::{Error, refuse},
     format::{BF16_MAX, KvFormat, Scheme, Window},
     grid::SCORE_BASE,
+    layout::{PageLayout, Side},
+    quant,
     segments::TILE,
 };
 
@@ -42,6 +44,32 @@ pub fn to_centre(x: f32) -> bf16 {
 #[must_use]
 pub fn mean(first: bf16, sum: f32) -> bf16 {
     to_centre(first.to_f32() + sum * (1.0 / TILE as f32))
+}
+
+/// What a first tile stores of K of one KV head, summed over its tokens. `runs` gives the head's run of the tile's pages, and that of the residual page, if
+/// there is one.
+pub(crate) fn sum_of_tile<'a>(
+    layout: &PageLayout,
+    runs: impl Fn(usize) -> (&'a [u8], Option<&'a [u8]>),
+) -> Vec<f32> {
+    let (part, residual) = (layout.part(Side::K), layout.residual(Side::K));
+    let dims_of_group = part.dim() / part.num_params();
+    let mut sum = vec![0.0; part.dim()];
+    for t in 0..TILE {
+        let (run, fine) = runs(t / layout.page_size());
+        let (fine, t) = (residual.as_ref().zip(fine), t % layout.page_size());
+        for (d, sum) in sum.iter_mut().enumerate() {
+            let param = part.load_param(run, t, d / dims_of_group);
+            let code = part.load_code(run, t, d);
+            *sum += match &fine {
+                Some((part, run)) => {
+                    quant::half_step_value(code, part.load_code(run, t, d), param.scale)
+                }
+                None => quant::decode(part.scheme, code, param, 1.0),
+            };
+        }
+    }
+    sum
 }
 
 /// An element of a query as it is multiplied by a centre: rounded to 16 significant bits.

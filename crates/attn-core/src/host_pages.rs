@@ -7,12 +7,11 @@ use half::bf16;
 use crate::{
     cache::{CacheAccess, FirstTile, PageStore, TokenWrite},
     cache_config::CacheConfig,
-    centres::{CENTRES, centre_of, mean, to_centre},
+    centres::{CENTRES, centre_of, mean, sum_of_tile, to_centre},
     error::{Error, filled, reserve},
     layout::{PageLayout, Side},
     quant::{self, Param},
     rotation::rotate_stored,
-    segments::TILE,
     wide_rows::WideRows,
 };
 
@@ -144,31 +143,6 @@ impl HostPages {
         row
     }
 
-    /// What the first tile of a sequence stores of K, summed over its tokens.
-    fn sum_of_tile(&self, [layer, head]: [usize; 2], tile: &FirstTile) -> Vec<f32> {
-        let (layout, part) = (self.layout, self.layout.part(Side::K));
-        let residual = layout.residual(Side::K);
-        let dims_of_group = part.dim() / part.num_params();
-        let mut sum = vec![0.0; part.dim()];
-        for t in 0..TILE {
-            let (page, t) = (t / layout.page_size(), t % layout.page_size());
-            let run = self.run(layer, tile.pages[page], head);
-            let fine = residual.as_ref().zip(tile.residual_pages[page]);
-            let fine = fine.map(|(part, page)| (part, self.run(layer, page, head)));
-            for (d, sum) in sum.iter_mut().enumerate() {
-                let param = part.load_param(run, t, d / dims_of_group);
-                let code = part.load_code(run, t, d);
-                *sum += match &fine {
-                    Some((part, run)) => {
-                        quant::half_step_value(code, part.load_code(run, t, d), param.scale)
-                    }
-                    None => quant::decode(part.scheme, code, param, 1.0),
-                };
-            }
-        }
-        sum
-    }
-
     fn write_side(
         &mut self,
         [layer, head]: [usize; 2],
@@ -289,7 +263,11 @@ impl PageStore for HostPages {
     fn centre(&mut self, _: &CacheAccess, layer: usize, tiles: &[FirstTile]) -> Result<(), Error> {
         for tile in tiles {
             for head in 0..self.layout.num_kv_heads() {
-                let sum = self.sum_of_tile([layer, head], tile);
+                let sum = sum_of_tile(&self.layout, |page| {
+                    let fine = tile.residual_pages[page];
+                    let fine = fine.map(|page| self.run(layer, page, head));
+                    (self.run(layer, tile.pages[page], head), fine)
+                });
                 let [first, second] = [0, 1].map(|c| self.centre_at(tile.sequence, head, c));
                 let (before, second) = self.centres[layer].split_at_mut(second.start);
                 let elements = second.iter_mut().zip(&before[first]).zip(sum);

@@ -1,12 +1,19 @@
 //! Pages of the library's formats in host memory that the caller owns, such as an engine's pool of blocks: read through the caller's page table and lengths, written
 //! by slots. A cache ([`crate::KvCache`]) owns its pages instead, and checks who has which.
 
+use std::ops::Range;
+
+use half::bf16;
+
 use crate::{
     cache::{PageTable, TokenWrite, check_count, check_pool},
-    error::{Error, Unsupported, refuse, reserve},
+    centres::{CENTRES, centres_bytes, mean, sum_of_tile, to_centre},
+    error::{Error, Unsupported, filled, refuse, reserve},
     format::{KvFormat, Window},
     layout::PageLayout,
+    rotation::rotate_stored,
     rows::Rows,
+    segments::TILE,
     wide_rows::{WideRows, Widened, check_written},
 };
 
@@ -29,9 +36,11 @@ use crate::{
 /// ```
 #[derive(Debug, Clone)]
 pub struct PagePool<'a> {
-    layout: PageLayout,
+    pages: Pages,
     bytes: &'a [u8],
     table: PageTable,
+    /// Centres of K, `[sequences, num_kv_heads, 2, head_dim.k]`; nothing without.
+    centres: Vec<bf16>,
 }
 
 impl<'a> PagePool<'a> {
@@ -47,8 +56,56 @@ impl<'a> PagePool<'a> {
         page_table: &[u32],
         kv_lens: &[usize],
     ) -> Result<Self, Error> {
-        check_format(layout.format())?;
-        let num_pages = pages_of(layout, bytes.len())?;
+        PagePool::of(Pages::new(layout)?, bytes, page_table, kv_lens)
+    }
+
+    /// As [`PagePool::new`], for pages with centres of K, which begin `stride` bytes apart. Behind the [`PageLayout::page_bytes`] of a sequence's first page lie
+    /// its centres, [`centres_bytes`] of them: bf16 `[num_kv_heads, 2, head_dim.k]`, first and second. Other pages have room for some, which nobody looks at.
+    ///
+    /// # Errors
+    /// Those of [`PagePool::new`]; [`Error::Parameter`] for a format that has no centres ([`KvFormat::check_centres`]), for pages of fewer than 64 tokens,
+    /// and for a stride that is no multiple of 16 or has no room for a page and its centres.
+    ///
+    /// ```
+    /// use attn_core::{Error, KvFormat, PageLayout, PagePool, centres::centres_bytes};
+    ///
+    /// let layout = PageLayout::new(KvFormat::INT8, 64, 64, 1)?;
+    /// let stride = layout.page_bytes() + centres_bytes(1, 64);
+    /// let pool = PagePool::with_centres(&layout, stride, &vec![0; 4 * stride], &[3, 0], &[70])?;
+    /// assert_eq!(pool.centres(0, 0).unwrap()[0].len(), 64);
+    /// # Ok::<(), Error>(())
+    /// ```
+    pub fn with_centres(
+        layout: &PageLayout,
+        stride: usize,
+        bytes: &'a [u8],
+        page_table: &[u32],
+        kv_lens: &[usize],
+    ) -> Result<Self, Error> {
+        let pages = Pages::with_centres(layout, stride)?;
+        let mut pool = PagePool::of(pages, bytes, page_table, kv_lens)?;
+        let each = pages.centres_len();
+        pool.centres = filled(
+            "centres of K",
+            kv_lens.len().saturating_mul(each),
+            bf16::ZERO,
+        )?;
+        let sequences = pool.centres.chunks_exact_mut(each).zip(&pool.table.pages);
+        for (centres, own) in sequences {
+            if let Some(page) = own.first() {
+                pages.load_centres(bytes, *page, centres);
+            }
+        }
+        Ok(pool)
+    }
+
+    fn of(
+        pages: Pages,
+        bytes: &'a [u8],
+        page_table: &[u32],
+        kv_lens: &[usize],
+    ) -> Result<Self, Error> {
+        let num_pages = pages.count(bytes.len())?;
         let each = page_table.len().checked_div(kv_lens.len()).unwrap_or(0);
         if each * kv_lens.len() != page_table.len() {
             return Err(Error::Length {
@@ -57,23 +114,24 @@ impl<'a> PagePool<'a> {
                 needed: each * kv_lens.len(),
             });
         }
-        let mut pages = Vec::new();
-        reserve("the page table", &mut pages, kv_lens.len())?;
+        let mut of_sequences = Vec::new();
+        reserve("the page table", &mut of_sequences, kv_lens.len())?;
         for (b, len) in kv_lens.iter().enumerate() {
-            let needed = layout.pages_of(*len);
+            let needed = pages.layout.pages_of(*len);
             check_count("pages of a sequence", each, needed)?;
             let own = &page_table[b * each..][..needed];
             check_pool(own.iter(), num_pages)?;
-            pages.push(own.to_vec());
+            of_sequences.push(own.to_vec());
         }
         Ok(PagePool {
-            layout: *layout,
+            pages,
             bytes,
             table: PageTable {
-                pages,
+                pages: of_sequences,
                 lens: kv_lens.to_vec(),
                 ..PageTable::default()
             },
+            centres: Vec::new(),
         })
     }
 
@@ -96,10 +154,27 @@ impl<'a> PagePool<'a> {
     /// How a page is laid out.
     #[must_use]
     pub fn layout(&self) -> &PageLayout {
-        &self.layout
+        &self.pages.layout
     }
 
-    /// The pool, page after page.
+    /// Bytes from where a page begins to where the next one does.
+    #[must_use]
+    pub fn stride(&self) -> usize {
+        self.pages.stride
+    }
+
+    /// The centres of K of one KV head of a sequence, first and second; `None` in pools without, and for sequences without tokens.
+    #[must_use]
+    pub fn centres(&self, sequence: usize, head: usize) -> Option<[&[bf16]; CENTRES]> {
+        let has_tokens = self.table.lens.get(sequence).is_some_and(|len| *len > 0);
+        let dim = self.layout().head_dim().k;
+        let first = (sequence * self.layout().num_kv_heads() + head) * CENTRES * dim;
+        let both = self.centres.get(first..first + CENTRES * dim)?;
+        let (first, second) = both.split_at(dim);
+        has_tokens.then_some([first, second])
+    }
+
+    /// The pool, page after page, each [`PagePool::stride`] bytes behind the one before.
     #[must_use]
     pub fn bytes(&self) -> &'a [u8] {
         self.bytes
@@ -112,54 +187,64 @@ impl<'a> PagePool<'a> {
     }
 }
 
+/// What an append by slots takes beside them where pages have centres of K ([`PagePool::with_centres`]): an entry for each token. Those of tokens without a
+/// slot may be anything.
+#[derive(Debug, Clone, Copy)]
+pub struct SlotCentres<'a> {
+    /// Bytes from where a page begins to where the next one does.
+    pub stride: usize,
+    /// The page that has the first tokens of the token's sequence, and its centres.
+    pub first_pages: &'a [i32],
+    /// The token's number in its sequence.
+    pub positions: &'a [i64],
+}
+
 /// Tokens on their way to the slots of a caller's pool, checked: what a backend with pages in host memory writes.
+///
+/// A pool with centres of K is written in this order: [`SlotAppend::begin`], the tokens of first tiles, [`SlotAppend::end_first_tiles`], the tokens behind.
 #[must_use = "an append is written by a backend"]
 pub struct SlotAppend<'a> {
     kv: [Widened<'a>; 2],
+    pages: Pages,
+    /// With centres, those of first tiles come first.
     writes: Vec<TokenWrite>,
+    in_first_tiles: usize,
+    /// The first pages of the sequences that the writes name, in pools with centres.
+    first_pages: Vec<u32>,
+    /// The centres of these, `[first pages, num_kv_heads, 2, head_dim.k]`.
+    centres: Vec<bf16>,
 }
 
 impl<'a> SlotAppend<'a> {
     /// Tokens `k` and `v`, `[tokens, num_kv_heads, head_dim]`, and the slot of each: page · page_size + token of the page; a negative one is nowhere, and
-    /// its token may have any values. `pool_bytes`: of the whole pool. Of tokens with the same slot, the last one stays.
+    /// its token may have any values. `pool_bytes`: of the whole pool. Of tokens with the same slot, the last one stays. `centres`: of pools that have some.
     ///
     /// # Errors
     /// [`Error::Parameter`] for a format that needs more than its pages, and for a slot that the pool does not have; [`Error::Length`], or [`Error::Shape`] for
-    /// strided rows; [`Error::NotFinite`], [`Error::Magnitude`]; [`Error::OutOfMemory`].
+    /// strided rows; [`Error::NotFinite`], [`Error::Magnitude`]; [`Error::OutOfMemory`]. With centres also those of [`PagePool::with_centres`], and
+    /// [`Error::Parameter`] for a first page that the pool does not have and for a negative position, of tokens with a slot.
     pub fn new(
         layout: &PageLayout,
         pool_bytes: usize,
         slots: &[i64],
         k: Rows<'a>,
         v: Rows<'a>,
+        centres: Option<SlotCentres<'_>>,
     ) -> Result<Self, Error> {
-        check_format(layout.format())?;
-        let (num_pages, page_size) = (pages_of(layout, pool_bytes)?, layout.page_size());
-        let mut writes = Vec::new();
-        reserve("the tokens of an append", &mut writes, slots.len())?;
-        for (source, slot) in slots.iter().enumerate() {
-            let Ok(slot) = usize::try_from(*slot) else {
-                continue;
-            };
-            let page = match u32::try_from(slot / page_size) {
-                Ok(page) if (page as usize) < num_pages => page,
-                _ => {
-                    return refuse(
-                        "slot",
-                        slot,
-                        "negative, or one of the pool: smaller than its number of pages times the page size",
-                    );
-                }
-            };
-            writes.push(TokenWrite {
-                source,
-                page,
-                residual_page: None,
-                token: slot % page_size,
-                sequence: 0,
-                position: slot % page_size,
-            });
-        }
+        let pages = match centres {
+            Some(centres) => Pages::with_centres(layout, centres.stride)?,
+            None => Pages::new(layout)?,
+        };
+        let num_pages = pages.count(pool_bytes)?;
+        let mut writes = writes_of(layout, num_pages, slots)?;
+        let first_pages = match centres {
+            Some(centres) => centres.place(num_pages, slots.len(), &mut writes)?,
+            None => Vec::new(),
+        };
+        let in_first_tiles = match centres {
+            Some(_) => writes.partition_point(|write| write.position < TILE),
+            None => writes.len(),
+        };
         let [in_k, in_v] = layout.shapes(slots.len());
         let (in_k, in_v) = (k.check_host("k", in_k)?, v.check_host("v", in_v)?);
         let kv = [k.widened(in_k, "K in f32")?, v.widened(in_v, "V in f32")?];
@@ -167,13 +252,22 @@ impl<'a> SlotAppend<'a> {
         for (what, rows, scheme) in [("k", &kv[0], of_k), ("v", &kv[1], of_v)] {
             check_written(what, rows.rows(), scheme, |token| slots[token] >= 0)?;
         }
-        Ok(SlotAppend { kv, writes })
+        let elements = first_pages.len().saturating_mul(pages.centres_len());
+        Ok(SlotAppend {
+            kv,
+            pages,
+            writes,
+            in_first_tiles,
+            centres: filled("centres of K", elements, bf16::ZERO)?,
+            first_pages,
+        })
     }
 
-    /// Where each token goes that goes anywhere.
+    /// Where each token goes that goes anywhere: those of first tiles, and those behind. Without centres all are among the former.
     #[must_use]
-    pub fn writes(&self) -> &[TokenWrite] {
-        &self.writes
+    pub fn writes(&self) -> [&[TokenWrite]; 2] {
+        let (first, behind) = self.writes.split_at(self.in_first_tiles);
+        [first, behind]
     }
 
     /// K and V of all tokens.
@@ -181,6 +275,256 @@ impl<'a> SlotAppend<'a> {
     pub fn rows(&self) -> [WideRows<'_>; 2] {
         [self.kv[0].rows(), self.kv[1].rows()]
     }
+
+    /// Bytes from where a page begins to where the next one does.
+    #[must_use]
+    pub fn stride(&self) -> usize {
+        self.pages.stride
+    }
+
+    /// The centres of K of the sequences that [`TokenWrite::sequence`] counts, `[sequences, num_kv_heads, 2, head_dim.k]`; nothing without.
+    #[must_use]
+    pub fn centres(&self) -> &[bf16] {
+        &self.centres
+    }
+
+    /// Reads the centres of K, and makes the first ones of sequences whose first token is among the append's.
+    ///
+    /// # Panics
+    /// For a pool of other than the checked size, as [`SlotAppend::end_first_tiles`].
+    pub fn begin(&mut self, pool: &mut [u8]) {
+        if self.first_pages.is_empty() {
+            return;
+        }
+        let (pages, k) = (self.pages, self.kv[0].rows());
+        let (each, dim) = (pages.centres_len(), pages.layout.head_dim().k);
+        let places = self.centres.chunks_exact_mut(each).zip(&self.first_pages);
+        places.for_each(|(centres, page)| pages.load_centres(pool, *page, centres));
+        for write in &self.writes[..self.in_first_tiles] {
+            if write.position > 0 {
+                continue;
+            }
+            let centres = &mut self.centres[write.sequence * each..][..each];
+            for (head, both) in centres.chunks_exact_mut(CENTRES * dim).enumerate() {
+                let mut row = k.row(write.source, head).to_vec();
+                rotate_stored(&mut row);
+                let elements = both[..dim].iter_mut().zip(&row);
+                elements.for_each(|(c, x)| *c = to_centre(*x));
+                let at = pages.centre_at(self.first_pages[write.sequence], head, 0);
+                store_centre(&both[..dim], &mut pool[at]);
+            }
+        }
+    }
+
+    /// Makes the second centres of sequences whose token 64 is among the append's, of what the pool stores of their first tiles.
+    ///
+    /// # Panics
+    /// As [`SlotAppend::begin`].
+    pub fn end_first_tiles(&mut self, pool: &mut [u8]) {
+        let pages = self.pages;
+        let (each, dim) = (pages.centres_len(), pages.layout.head_dim().k);
+        for write in &self.writes[self.in_first_tiles..] {
+            if write.position > TILE {
+                continue;
+            }
+            let first_page = self.first_pages[write.sequence];
+            let centres = &mut self.centres[write.sequence * each..][..each];
+            for (head, both) in centres.chunks_exact_mut(CENTRES * dim).enumerate() {
+                let run = &pool[pages.run(first_page, head)];
+                let sum = sum_of_tile(&pages.layout, |_| (run, None));
+                let (first, second) = both.split_at_mut(dim);
+                let elements = second.iter_mut().zip(first).zip(sum);
+                elements.for_each(|((second, first), sum)| *second = mean(*first, sum));
+                store_centre(second, &mut pool[pages.centre_at(first_page, head, 1)]);
+            }
+        }
+    }
+}
+
+impl SlotCentres<'_> {
+    /// Gives the writes of a call of `tokens` tokens their sequences, which are numbers in the list of first pages that is returned, and their positions; then
+    /// sorts them so that first tiles come first.
+    fn place(
+        &self,
+        num_pages: usize,
+        tokens: usize,
+        writes: &mut [TokenWrite],
+    ) -> Result<Vec<u32>, Error> {
+        for (what, given) in [
+            ("first_pages", self.first_pages.len()),
+            ("positions", self.positions.len()),
+        ] {
+            if given != tokens {
+                return Err(Error::Length {
+                    what,
+                    given,
+                    needed: tokens,
+                });
+            }
+        }
+        let mut first_pages = Vec::new();
+        reserve("the first pages of an append", &mut first_pages, tokens)?;
+        for write in &mut *writes {
+            let page = self.first_pages[write.source];
+            match u32::try_from(page) {
+                Ok(page) if (page as usize) < num_pages => first_pages.push(page),
+                _ => {
+                    return refuse(
+                        "first page",
+                        format_args!("{page} of {num_pages}"),
+                        "a page of the pool, counted from 0, for each token with a slot",
+                    );
+                }
+            }
+            let position = self.positions[write.source];
+            let Ok(position) = usize::try_from(position) else {
+                return refuse(
+                    "position",
+                    format_args!("{position}"),
+                    "0 and more, for each token with a slot",
+                );
+            };
+            write.position = position;
+        }
+        first_pages.sort_unstable();
+        first_pages.dedup();
+        for write in &mut *writes {
+            let page = self.first_pages[write.source].cast_unsigned();
+            write.sequence = first_pages.partition_point(|first| *first < page);
+        }
+        // Tokens of each part stay in their order, since no two have the same source.
+        writes.sort_unstable_by_key(|write| (write.position >= TILE, write.source));
+        Ok(first_pages)
+    }
+}
+
+/// Where the tokens go that have a slot, as if each page were a sequence's first.
+fn writes_of(
+    layout: &PageLayout,
+    num_pages: usize,
+    slots: &[i64],
+) -> Result<Vec<TokenWrite>, Error> {
+    let page_size = layout.page_size();
+    let mut writes = Vec::new();
+    reserve("the tokens of an append", &mut writes, slots.len())?;
+    for (source, slot) in slots.iter().enumerate() {
+        let Ok(slot) = usize::try_from(*slot) else {
+            continue;
+        };
+        let page = match u32::try_from(slot / page_size) {
+            Ok(page) if (page as usize) < num_pages => page,
+            _ => {
+                return refuse(
+                    "slot",
+                    slot,
+                    "negative, or one of the pool: smaller than its number of pages times the page size",
+                );
+            }
+        };
+        writes.push(TokenWrite {
+            source,
+            page,
+            residual_page: None,
+            token: slot % page_size,
+            sequence: 0,
+            position: slot % page_size,
+        });
+    }
+    Ok(writes)
+}
+
+/// Pages side by side in a pool, with or without centres of K behind each.
+#[derive(Debug, Clone, Copy)]
+struct Pages {
+    layout: PageLayout,
+    stride: usize,
+}
+
+impl Pages {
+    fn new(layout: &PageLayout) -> Result<Self, Error> {
+        check_format(layout.format())?;
+        Ok(Pages {
+            layout: *layout,
+            stride: layout.page_bytes(),
+        })
+    }
+
+    fn with_centres(layout: &PageLayout, stride: usize) -> Result<Self, Error> {
+        check_format(layout.format())?;
+        layout.format().check_centres()?;
+        if layout.page_size() < TILE {
+            return refuse(
+                "page_size of pages with centres of K",
+                layout.page_size(),
+                "64, 128: a sequence's first 64 tokens, of which its second centre is made, lie in one page",
+            );
+        }
+        let pages = Pages {
+            layout: *layout,
+            stride,
+        };
+        let needed = pages
+            .centre_at(0, 0, 0)
+            .start
+            .saturating_add(pages.centres_bytes());
+        if stride < needed || !stride.is_multiple_of(16) {
+            return refuse(
+                "stride of pages with centres of K",
+                format_args!("{stride} bytes where a page and its centres have {needed}"),
+                "a multiple of 16 with room for both",
+            );
+        }
+        Ok(pages)
+    }
+
+    /// The pages of a pool of so many bytes.
+    fn count(&self, bytes: usize) -> Result<usize, Error> {
+        if bytes.is_multiple_of(self.stride) {
+            return Ok(bytes / self.stride);
+        }
+        Err(Error::Length {
+            what: "the pool, in whole pages",
+            given: bytes,
+            needed: bytes / self.stride * self.stride,
+        })
+    }
+
+    /// Where a KV head's run of a page lies in the pool.
+    fn run(&self, page: u32, head: usize) -> Range<usize> {
+        let first = page as usize * self.stride + head * self.layout.run_bytes();
+        first..first + self.layout.run_bytes()
+    }
+
+    /// Bytes of a sequence's centres.
+    fn centres_bytes(&self) -> usize {
+        centres_bytes(self.layout.num_kv_heads(), self.layout.head_dim().k)
+    }
+
+    /// Elements of a sequence's centres.
+    fn centres_len(&self) -> usize {
+        self.centres_bytes() / size_of::<bf16>()
+    }
+
+    /// Where a centre of one KV head lies in the pool, of the sequence whose first page it is.
+    fn centre_at(&self, page: u32, head: usize, centre: usize) -> Range<usize> {
+        let bytes = self.layout.head_dim().k * size_of::<bf16>();
+        let centres = page as usize * self.stride + self.layout.page_bytes();
+        let first = centres + (head * CENTRES + centre) * bytes;
+        first..first + bytes
+    }
+
+    /// Reads the centres of the sequence whose first page it is.
+    fn load_centres(&self, pool: &[u8], page: u32, centres: &mut [bf16]) {
+        let (elements, _) = pool[self.centre_at(page, 0, 0).start..].as_chunks();
+        let places = centres.iter_mut().zip(elements);
+        places.for_each(|(c, bytes)| *c = bf16::from_le_bytes(*bytes));
+    }
+}
+
+/// Writes a centre to its bytes of a pool.
+fn store_centre(centre: &[bf16], bytes: &mut [u8]) {
+    let places = bytes.as_chunks_mut().0.iter_mut().zip(centre);
+    places.for_each(|(bytes, c)| *bytes = c.to_le_bytes());
 }
 
 /// Refuses formats of which a page does not hold all.
@@ -194,17 +538,4 @@ fn check_format(format: KvFormat) -> Result<(), Error> {
         format_args!("{format}"),
         "formats without a window and without static scales: int8, int8/int4-w0, int4-g1, int4-g4, bf16, f16; a cache keeps what others need beside their pages",
     )
-}
-
-/// The pages of a pool of so many bytes.
-fn pages_of(layout: &PageLayout, bytes: usize) -> Result<usize, Error> {
-    let page = layout.page_bytes();
-    if bytes.is_multiple_of(page) {
-        return Ok(bytes / page);
-    }
-    Err(Error::Length {
-        what: "the pool, in whole pages",
-        given: bytes,
-        needed: bytes / page * page,
-    })
 }

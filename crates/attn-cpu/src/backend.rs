@@ -7,8 +7,8 @@ use std::{
 
 use attn_core::{
     CacheAccess, CacheConfig, DecodeAttention, DecodeStep, DeviceInfo, Error, HostPages, HostStore,
-    KvCache, KvFormat, PageLayout, PageStore, Plan, Problem, Rows, SlotAppend, SpanStates,
-    SpansStep, StepInputs, TokenWrite, Unsupported, WideRows, process,
+    KvCache, KvFormat, PageLayout, PageStore, Plan, Problem, Rows, SlotAppend, SlotCentres,
+    SpanStates, SpansStep, StepInputs, TokenWrite, Unsupported, WideRows, process,
 };
 
 use crate::{
@@ -302,6 +302,10 @@ impl CpuBackend {
     /// [`KvSource::Pool`](attn_core::KvSource::Pool) reads. The bytes are those of a cache without centres of K. `pool` is whole pages, side by side; `k` and `v` are
     /// `[tokens, num_kv_heads, head_dim]`, in f32, f16 or bf16. Of tokens with the same slot, the last one stays.
     ///
+    /// With `centres`, the pages are those of [`PagePool::with_centres`](attn_core::PagePool::with_centres), and the bytes those of a cache with centres, in whatever calls the
+    /// tokens come: a sequence's token 0 makes its first centre, and a call with its token 64 makes the second, of what the page stores of the 64 tokens
+    /// before. Of tokens with the same slot, those at position 64 and behind stay.
+    ///
     /// # Errors
     /// Those of [`SlotAppend::new`]: the pool is then as it was.
     ///
@@ -313,7 +317,7 @@ impl CpuBackend {
     /// let layout = PageLayout::new(format, heads.dim, 16, heads.kv)?;
     /// let mut pool = vec![0; 8 * layout.page_bytes()];
     /// // Tokens 0 and 1 of a sequence whose first page is page 5.
-    /// backend.append_slots(&layout, &mut pool, &[80, 81], &[0.5; 2 * 64], &[2.0; 2 * 64])?;
+    /// backend.append_slots(&layout, &mut pool, &[80, 81], &[0.5; 2 * 64], &[2.0; 2 * 64], None)?;
     /// let plan = backend.plan(&Problem::new(heads, [2]), format)?;
     /// let (q, mut out) = ([1.0; 4 * 64], [0.0; 4 * 64]);
     /// let kv = PagePool::new(&layout, &pool, &[5], &[2])?;
@@ -328,16 +332,31 @@ impl CpuBackend {
         slots: &[i64],
         k: impl Into<Rows<'a>>,
         v: impl Into<Rows<'a>>,
+        centres: Option<SlotCentres<'_>>,
     ) -> Result<(), Error> {
         process::check()?;
-        let append = SlotAppend::new(layout, pool.len(), slots, k.into(), v.into())?;
-        let tokens = Tokens {
-            writes: append.writes(),
-            kv: append.rows(),
-            centres: &[],
-        };
+        let (k, v) = (k.into(), v.into());
+        let mut append = SlotAppend::new(layout, pool.len(), slots, k, v, centres)?;
         let writer = RowWriter::new(layout, Default::default(), self.isa);
-        write_tokens(layout, &writer, &self.threads, pool, tokens);
+        let write = |append: &SlotAppend<'_>, part: usize, pool: &mut [u8]| {
+            let tokens = Tokens {
+                writes: append.writes()[part],
+                kv: append.rows(),
+                centres: append.centres(),
+            };
+            write_tokens(
+                layout,
+                append.stride(),
+                &writer,
+                &self.threads,
+                pool,
+                tokens,
+            );
+        };
+        float_modes::with_default(|| append.begin(pool));
+        write(&append, 0, pool);
+        float_modes::with_default(|| append.end_first_tiles(pool));
+        write(&append, 1, pool);
         Ok(())
     }
 

@@ -17,7 +17,7 @@ pub struct Reader<'a> {
     head: usize,
     /// Static scales of K and V; 1 for schemes without.
     pub tensor_scales: [f32; 2],
-    /// The sequence's centres of K, if its cache has some.
+    /// The sequence's centres of K, if its cache or pool has some.
     pub centres: Option<[&'a [bf16]; CENTRES]>,
 }
 
@@ -25,6 +25,8 @@ pub struct Reader<'a> {
 #[derive(Clone, Copy)]
 struct RunOffsets {
     page_bytes: usize,
+    /// Bytes from where a page begins to where the next one does.
+    stride: usize,
     /// log2 of the page size.
     page_shift: u32,
     /// Start of the codes, start and end of the parameters: K, V.
@@ -34,13 +36,14 @@ struct RunOffsets {
 }
 
 impl RunOffsets {
-    fn new(layout: &PageLayout, head: usize) -> Self {
+    fn new(layout: &PageLayout, stride: usize, head: usize) -> Self {
         let run = head * layout.run_bytes();
         let side = |codes: std::ops::Range<usize>, params: std::ops::Range<usize>| {
             [run + codes.start, run + params.start, run + params.end]
         };
         RunOffsets {
             page_bytes: layout.page_bytes(),
+            stride,
             page_shift: layout.page_size().trailing_zeros(),
             sides: [
                 side(layout.k_codes(), layout.k_params()),
@@ -90,17 +93,18 @@ enum Location<'a> {
 }
 
 impl<'a> Location<'a> {
-    /// One KV head of one sequence of the table, in the pages of a pool.
+    /// One KV head of one sequence of the table, in the pages of a pool, which begin `stride` bytes apart.
     fn pages(
         pool: &'a [u8],
         layout: &PageLayout,
+        stride: usize,
         table: &'a PageTable,
         [sequence, head]: [usize; 2],
     ) -> Self {
         Location::Pages {
             pool,
             layout: *layout,
-            offsets: RunOffsets::new(layout, head),
+            offsets: RunOffsets::new(layout, stride, head),
             pages: &table.pages[sequence],
             table,
         }
@@ -127,24 +131,28 @@ impl<'a> Reader<'a> {
                     backend: crate::BACKEND,
                     what: "cache",
                 })?;
+                let (layout, at) = (cache.layout(), [sequence, head]);
                 Reader {
-                    location: Location::pages(pool, cache.layout(), table, [sequence, head]),
+                    location: Location::pages(pool, layout, layout.page_bytes(), table, at),
                     sequence,
                     head,
                     tensor_scales: layer.tensor_scales().map(pick),
                     centres,
                 }
             }
-            KvMemory::Pool(pool) => {
-                let at = [sequence, head];
-                Reader {
-                    location: Location::pages(pool.bytes(), pool.layout(), pool.table(), at),
-                    sequence,
-                    head,
-                    tensor_scales: [1.0; 2],
-                    centres: None,
-                }
-            }
+            KvMemory::Pool(pool) => Reader {
+                location: Location::pages(
+                    pool.bytes(),
+                    pool.layout(),
+                    pool.stride(),
+                    pool.table(),
+                    [sequence, head],
+                ),
+                sequence,
+                head,
+                tensor_scales: [1.0; 2],
+                centres: pool.centres(sequence, head),
+            },
             KvMemory::View(view) => Reader {
                 location: Location::View(view),
                 sequence,
@@ -198,7 +206,7 @@ impl<'a> Reader<'a> {
             unreachable!("a view has no pages");
         };
         let page = pages[t >> offsets.page_shift] as usize;
-        let page = &pool[page * offsets.page_bytes..][..offsets.page_bytes];
+        let page = &pool[page * offsets.stride..][..offsets.page_bytes];
         let [codes, params, end] = offsets.sides[side as usize];
         PagePart {
             codes: &page[codes..params],
@@ -225,7 +233,7 @@ impl<'a> Reader<'a> {
         let page = table.residual_page(self.sequence, t >> offsets.page_shift);
         let page =
             page.expect("a cache refuses queries that read residuals which it lacks") as usize;
-        let page = &pool[page * offsets.page_bytes..][..offsets.page_bytes];
+        let page = &pool[page * offsets.stride..][..offsets.page_bytes];
         PagePart {
             codes: &page[offsets.residuals[side as usize]..],
             params: &[],
@@ -247,7 +255,7 @@ impl<'a> Reader<'a> {
         else {
             unreachable!("a view has no pages");
         };
-        let page = pages[t >> offsets.page_shift] as usize * offsets.page_bytes;
+        let page = pages[t >> offsets.page_shift] as usize * offsets.stride;
         &pool[page + offsets.sides[0][0]..page + offsets.sides[1][2]]
     }
 

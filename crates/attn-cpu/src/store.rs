@@ -59,6 +59,7 @@ struct PageWrite<'a, 'b> {
 fn split_pool<'a, 'b>(
     groups: &[&'a [TokenWrite]],
     mut pool: &'b mut [u8],
+    stride: usize,
     page_bytes: usize,
 ) -> Option<Vec<PageWrite<'a, 'b>>> {
     let places = groups.iter().enumerate().flat_map(|(i, group)| {
@@ -71,8 +72,8 @@ fn split_pool<'a, 'b>(
     let mut next = 0;
     for (page, group, is_residual) in places {
         let skipped = (page as usize).checked_sub(next)?;
-        let (bytes, rest) = pool[skipped * page_bytes..].split_at_mut(page_bytes);
-        taken[group][usize::from(is_residual)] = Some(bytes);
+        let (bytes, rest) = pool[skipped * stride..].split_at_mut(stride);
+        taken[group][usize::from(is_residual)] = Some(&mut bytes[..page_bytes]);
         (pool, next) = (rest, page as usize + 1);
     }
     let pairs = groups.iter().zip(taken);
@@ -143,14 +144,16 @@ impl HostStore for CpuPages {
             kv: [k, v],
             centres: &*centres,
         };
-        write_tokens(&layout, writer, &self.threads, pool, tokens);
+        let stride = layout.page_bytes();
+        write_tokens(&layout, stride, writer, &self.threads, pool, tokens);
         Ok(())
     }
 }
 
-/// Writes tokens, whose pages are those of the pool, with few of them on the calling thread.
+/// Writes tokens, whose pages are those of the pool and begin `stride` bytes apart, with few of them on the calling thread.
 pub(crate) fn write_tokens(
     layout: &PageLayout,
+    stride: usize,
     writer: &RowWriter,
     threads: &Threads,
     pool: &mut [u8],
@@ -165,12 +168,15 @@ pub(crate) fn write_tokens(
     let rows = 2 * tokens.writes.len() * layout.num_kv_heads();
     if rows >= SPREAD
         && threads.count() > 1
-        && let Some(pages) = split_pool(&groups, pool, page_bytes)
+        && let Some(pages) = split_pool(&groups, pool, stride, page_bytes)
     {
         threads.run(false, |_| spread(pages, rows, run_bytes, write));
         return;
     }
-    let bytes_of = |page: u32| page as usize * page_bytes..(page as usize + 1) * page_bytes;
+    let bytes_of = |page: u32| {
+        let first = page as usize * stride;
+        first..first + page_bytes
+    };
     for group in groups {
         let home = bytes_of(group[0].page);
         let runs = 0..layout.num_kv_heads();

@@ -1,8 +1,8 @@
 //! Pages in host memory that Python's caller owns: appended to by slots, attended through its page table. `attn.HostPages` is built on it.
 
 use attn::{
-    DecodeAttention, DecodeStep, Heads, KvSource, PageLayout, PagePool, Problem,
-    backends::cpu::CpuBackend,
+    DecodeAttention, DecodeStep, Error, Heads, KvSource, PageLayout, PagePool, Problem,
+    SlotCentres, backends::cpu::CpuBackend, centres::centres_bytes,
 };
 use pyo3::{prelude::*, types::PyCapsule};
 
@@ -13,6 +13,28 @@ use crate::{dlpack::Array, errors, modifiers::Modifiers};
 pub struct HostPages {
     backend: CpuBackend,
     layout: PageLayout,
+    /// Bytes from where a page begins to where the next one does, if pages have centres of K.
+    stride: Option<usize>,
+}
+
+impl HostPages {
+    /// Sequences in a pool of such pages.
+    fn pool<'a>(
+        &self,
+        bytes: &'a [u8],
+        table: &[u32],
+        lens: &[usize],
+    ) -> Result<PagePool<'a>, Error> {
+        match self.stride {
+            Some(stride) => PagePool::with_centres(&self.layout, stride, bytes, table, lens),
+            None => PagePool::new(&self.layout, bytes, table, lens),
+        }
+    }
+
+    /// Bytes of a sequence's centres.
+    fn centres_bytes(&self) -> usize {
+        centres_bytes(self.layout.num_kv_heads(), self.layout.head_dim().k)
+    }
 }
 
 /// What an attention reads beside its arrays, attribute by attribute.
@@ -48,20 +70,38 @@ impl HostPages {
         kv_heads: usize,
         head_dim: (usize, usize),
         page_size: usize,
+        centres: bool,
+        page_stride: Option<usize>,
     ) -> PyResult<Self> {
         let format = format.parse().map_err(errors::of)?;
         let layout = PageLayout::new(format, head_dim, page_size, kv_heads).map_err(errors::of)?;
-        // An empty pool of it: formats that need more than their pages are refused now.
-        PagePool::new(&layout, &[], &[], &[]).map_err(errors::of)?;
         let backend = CpuBackend::open().map_err(errors::unsupported)?;
-        Ok(HostPages { backend, layout })
+        let mut pages = HostPages {
+            backend,
+            layout,
+            stride: None,
+        };
+        if centres {
+            let needed = layout.page_bytes().saturating_add(pages.centres_bytes());
+            pages.stride = Some(page_stride.unwrap_or(needed));
+        }
+        // An empty pool of them: formats that need more than their pages are refused now.
+        pages.pool(&[], &[], &[]).map_err(errors::of)?;
+        Ok(pages)
     }
 
     #[getter]
     fn page_bytes(&self) -> usize {
-        self.layout.page_bytes()
+        let centres = self.stride.map_or(0, |_| self.centres_bytes());
+        self.layout.page_bytes() + centres
     }
 
+    #[getter]
+    fn page_stride(&self) -> usize {
+        self.stride.unwrap_or(self.layout.page_bytes())
+    }
+
+    /// `centres`: int32 first pages and int64 positions, where pages have centres.
     fn append_slots(
         &self,
         py: Python<'_>,
@@ -69,11 +109,28 @@ impl HostPages {
         v: &Bound<'_, PyCapsule>,
         pool: &Bound<'_, PyCapsule>,
         slots: &Bound<'_, PyCapsule>,
+        centres: Option<(Bound<'_, PyCapsule>, Bound<'_, PyCapsule>)>,
     ) -> PyResult<()> {
         let (k, v) = (Array::new("k", k)?, Array::new("v", v)?);
         let (mut pool, slots) = (Array::new("pool", pool)?, Array::new("slots", slots)?);
+        let centres = match &centres {
+            Some((pages, positions)) => Some((
+                Array::new("first_pages", pages)?,
+                Array::new("positions", positions)?,
+            )),
+            None => None,
+        };
+        let centres = match (&centres, self.stride) {
+            (Some((first_pages, positions)), Some(stride)) => Some(SlotCentres {
+                stride,
+                first_pages: first_pages.i32s()?,
+                positions: positions.i64s()?,
+            }),
+            _ => None,
+        };
         let (k, v, slots, pool) = (k.rows()?, v.rows()?, slots.i64s()?, pool.bytes_mut()?);
-        py.detach(|| self.backend.append_slots(&self.layout, pool, slots, k, v))
+        let (backend, layout) = (&self.backend, &self.layout);
+        py.detach(|| backend.append_slots(layout, pool, slots, k, v, centres))
             .map_err(errors::of)
     }
 
@@ -109,7 +166,7 @@ impl HostPages {
         py.detach(|| {
             // A negative page is none of the pool, which is said of the number that it is without a sign.
             let table: Vec<u32> = table.iter().map(|page| page.cast_unsigned()).collect();
-            let pool = PagePool::new(&self.layout, pool, &table, &step.kv_lens)?;
+            let pool = self.pool(pool, &table, &step.kv_lens)?;
             let plan = self.backend.plan(&problem, self.layout.format())?;
             let mut step = DecodeStep::new(&plan, q, KvSource::Pool(&pool), out)?;
             if let Some(lse) = lse {

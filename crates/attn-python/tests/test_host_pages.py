@@ -144,3 +144,107 @@ def test_what_does_not_fit_is_refused_by_name():
     for format in ("int4", "int8/int4", "fp8", "int8-tensor"):
         with pytest.raises(attn.ParameterError, match="int8/int4-w0"):
             attn.HostPages(format, kv_heads=KV_HEADS, dim=DIM)
+
+
+def centred(format, page_size, dim, slack=0):
+    """Pages with centres of K, and an empty pool and cache for three sequences: of 4 pages each, but the last shares the first one's first."""
+    pages = attn.HostPages(format, kv_heads=KV_HEADS, dim=dim, page_size=page_size, centres=True)
+    if slack:
+        pages = attn.HostPages(format, kv_heads=KV_HEADS, dim=dim, page_size=page_size, centres=True, page_stride=pages.page_bytes + slack)
+    cache = attn.Cache(format, heads=KV_HEADS, dim=dim, max_tokens=768, sequences=3, page_size=page_size, device="cpu", centres=True)
+    table = np.random.default_rng(1).permutation(12).astype(np.int32).reshape(3, 4)
+    table[2, 0] = table[0, 0]
+    return pages, np.full((12, pages.page_stride), 0xEE, np.uint8), table, cache
+
+
+@pytest.mark.parametrize("slack", [0, 4096])
+@pytest.mark.parametrize("dim", [64, 80])
+@pytest.mark.parametrize("page_size", [64, 128])
+@pytest.mark.parametrize("format", ["int8", "int8/int4-w0"])
+def test_with_centres_they_have_the_bits_of_a_cache_with_centres(format, page_size, dim, slack):
+    """A prompt at once, one token at a time around the end of another's first tile, both in one call, and a third sequence that begins with a page of the first one's."""
+    pages, pool, table, cache = centred(format, page_size, dim, slack)
+    bare = attn.HostPages(format, kv_heads=KV_HEADS, dim=dim, page_size=page_size).page_bytes
+    centres = KV_HEADS * 2 * dim * 2
+    assert pages.page_bytes == bare + centres and pages.page_stride == pages.page_bytes + slack
+    random, lens, shared = np.random.default_rng(2), [0, 0, 0], False
+
+    def numbers(tokens, heads, seed=None):
+        made = random if seed is None else np.random.default_rng(seed)
+        return (made.standard_normal((tokens, heads, dim)) + np.arange(dim) % 5).astype(np.float32)
+
+    calls = [[200, 0, 0], [0, 62, 0]] + [[0, 1, 0]] * 5 + [[3, 70, 0], [0, 0, 1], [1, 2, 90]]
+    for call in calls:
+        if call[2] and not shared:
+            cache.fork(0, 2)
+            cache.truncate(2, page_size)
+            shared, lens[2] = True, page_size
+        chosen = [s for s in range(3) if call[s]]
+        k, v = numbers(sum(call), KV_HEADS), numbers(sum(call), KV_HEADS)
+        cache.append(k, v, sequences=chosen, tokens=[call[s] for s in chosen])
+        sequence = np.concatenate([np.full(call[s], s) for s in chosen])
+        positions = np.concatenate([np.arange(lens[s], lens[s] + call[s]) for s in chosen])
+        slots = table[sequence, positions // page_size].astype(np.int64) * page_size + positions % page_size
+        order = random.permutation(len(slots))
+        pages.append_slots(k[order], v[order], pool, slots[order], table[sequence, 0][order], positions[order])
+        lens = [have + new for have, new in zip(lens, call)]
+        for q_lens in ([1 if n else 0 for n in lens], [min(n, 20) for n in lens]):
+            q = numbers(sum(q_lens), HEADS, seed=3)
+            wanted = cache.attend(q, sequences=[0, 1, 2], q_lens=q_lens, return_lse=True)
+            given = pages.attend(q, pool, table, lens, q_lens=q_lens, return_lse=True)
+            for a, b in zip(given, wanted):
+                assert np.array_equal(a, b)
+    for sequence in range(3):
+        first = pool[table[sequence, 0], bare : bare + centres]
+        assert first.tobytes() == cache.shard_centres(sequence)
+    others = np.setdiff1d(np.arange(12), table[:, 0])
+    assert (pool[others, bare:] == 0xEE).all() and (pool[:, bare + centres :] == 0xEE).all()
+
+
+def test_with_centres_a_negative_slot_is_nowhere():
+    pages, pool, _, _ = centred("int8", 64, DIM)
+    before, k = pool.copy(), rows(5, 3, KV_HEADS)
+    k[1], k[2] = np.nan, np.inf
+    pages.append_slots(k, k, pool, np.array([0, -1, -7]), np.array([0, 99, -1], np.int32), np.array([0, -1, 64]))
+    changed = (pool != before).any(axis=1)
+    assert changed[0] and not changed[1:].any()
+
+
+def test_what_does_not_fit_centres_is_refused_by_name():
+    pages, pool, table, _ = centred("int8", 64, DIM)
+    before, k, slots = pool.copy(), rows(5, 2, KV_HEADS), np.array([0, 1])
+    firsts, positions = np.zeros(2, np.int32), np.arange(2)
+    refused = [
+        (attn.ParameterError, "first_pages", lambda: pages.append_slots(k, k, pool, slots)),
+        (attn.ParameterError, "positions", lambda: pages.append_slots(k, k, pool, slots, firsts)),
+        (attn.ParameterError, "first page", lambda: pages.append_slots(k, k, pool, slots, firsts + 12, positions)),
+        (attn.ParameterError, "first page", lambda: pages.append_slots(k, k, pool, slots, firsts - 1, positions)),
+        (attn.ParameterError, "position", lambda: pages.append_slots(k, k, pool, slots, firsts, -positions)),
+        (attn.ShapeError, "first_pages", lambda: pages.append_slots(k, k, pool, slots, firsts[:1], positions)),
+        (attn.ShapeError, "first_pages", lambda: pages.append_slots(k, k, pool, slots, positions, positions)),
+        (attn.ShapeError, "positions", lambda: pages.append_slots(k, k, pool, slots, firsts, positions[:1])),
+        (attn.ShapeError, "positions", lambda: pages.append_slots(k, k, pool, slots, firsts, firsts)),
+        (attn.ShapeError, "pool", lambda: pages.append_slots(k, k, pool[:, :-64], slots, firsts, positions)),
+    ]
+    for i, (kind, name, call) in enumerate(refused):
+        with pytest.raises(kind, match=name):
+            call()
+        assert np.array_equal(pool, before), i
+    bare = attn.HostPages("int8", kv_heads=KV_HEADS, dim=DIM)
+    without = np.zeros((2, bare.page_bytes), np.uint8)
+    with pytest.raises(attn.ParameterError, match="first_pages"):
+        bare.append_slots(k, k, without, slots, firsts, positions)
+    for name, options in [
+        ("page_size", {"page_size": 32}),
+        ("page_size", {"page_size": 16}),
+        ("centres", {"format": "bf16"}),
+        ("centres", {"format": "int4-g1"}),
+        ("int8/int4-w0", {"format": "int8/int4"}),
+        ("stride", {"page_stride": pages.page_bytes - 16}),
+        ("stride", {"page_stride": pages.page_bytes + 8}),
+        ("page_stride", {"page_stride": 1 << 20, "centres": False}),
+        ("page_stride", {"page_stride": 0}),
+        ("centres", {"centres": 1}),
+    ]:
+        with pytest.raises(attn.ParameterError, match=name):
+            attn.HostPages(**{"format": "int8", "kv_heads": KV_HEADS, "dim": DIM, "centres": True, **options})
