@@ -196,7 +196,7 @@ pub struct SlotCentres<'a> {
     /// The page that has the first tokens of the token's sequence, and its centres.
     pub first_pages: &'a [i32],
     /// The token's number in its sequence.
-    pub positions: &'a [i64],
+    pub positions: &'a [i32],
 }
 
 /// Tokens on their way to the slots of a caller's pool, checked: what a backend with pages in host memory writes.
@@ -316,15 +316,15 @@ impl<'a> SlotAppend<'a> {
         }
     }
 
-    /// Makes the second centres of sequences whose token 64 is among the append's, of what the pool stores of their first tiles.
+    /// Makes the second centres of sequences whose token 63 is among the append's, of what the pool stores of their first tiles.
     ///
     /// # Panics
     /// As [`SlotAppend::begin`].
     pub fn end_first_tiles(&mut self, pool: &mut [u8]) {
         let pages = self.pages;
         let (each, dim) = (pages.centres_len(), pages.layout.head_dim().k);
-        for write in &self.writes[self.in_first_tiles..] {
-            if write.position > TILE {
+        for write in &self.writes[..self.in_first_tiles] {
+            if write.position + 1 < TILE {
                 continue;
             }
             let first_page = self.first_pages[write.sequence];

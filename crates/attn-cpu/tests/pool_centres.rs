@@ -79,14 +79,14 @@ impl<'b> Both<'b> {
     }
 
     /// The slot, the first page and the position of a sequence's token.
-    fn place(&self, sequence: usize, position: usize) -> (i64, i32, i64) {
+    fn place(&self, sequence: usize, position: usize) -> (i64, i32, i32) {
         let (pages, page_size) = (
             &self.table[sequence * EACH..][..EACH],
             self.layout.page_size(),
         );
         let first = pages[position / page_size] as usize * page_size;
         let slot = first + position % page_size;
-        (slot as i64, pages[0] as i32, position as i64)
+        (slot as i64, pages[0] as i32, position as i32)
     }
 
     /// One call of so many tokens of each sequence, which come to the pool in another order, with tokens between them that have no slot.
@@ -317,7 +317,7 @@ fn what_does_not_fit_is_refused_and_changes_nothing() {
     let stride = layout.page_bytes() + centres_bytes(2, 64);
     let mut pool = vec![0; 2 * stride];
     let rows = vec![0.5; 2 * 2 * 64];
-    let mut append = |stride: usize, slots: &[i64], first_pages: &[i32], positions: &[i64]| {
+    let mut append = |stride: usize, slots: &[i64], first_pages: &[i32], positions: &[i32]| {
         let centres = SlotCentres {
             stride,
             first_pages,

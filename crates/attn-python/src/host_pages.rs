@@ -101,7 +101,7 @@ impl HostPages {
         self.stride.unwrap_or(self.layout.page_bytes())
     }
 
-    /// `centres`: int32 first pages and int64 positions, where pages have centres.
+    /// `centres`: int32 first pages and positions, where pages have centres.
     fn append_slots(
         &self,
         py: Python<'_>,
@@ -124,7 +124,7 @@ impl HostPages {
             (Some((first_pages, positions)), Some(stride)) => Some(SlotCentres {
                 stride,
                 first_pages: first_pages.i32s()?,
-                positions: positions.i64s()?,
+                positions: positions.i32s()?,
             }),
             _ => None,
         };

@@ -183,7 +183,7 @@ def test_with_centres_they_have_the_bits_of_a_cache_with_centres(format, page_si
         k, v = numbers(sum(call), KV_HEADS), numbers(sum(call), KV_HEADS)
         cache.append(k, v, sequences=chosen, tokens=[call[s] for s in chosen])
         sequence = np.concatenate([np.full(call[s], s) for s in chosen])
-        positions = np.concatenate([np.arange(lens[s], lens[s] + call[s]) for s in chosen])
+        positions = np.concatenate([np.arange(lens[s], lens[s] + call[s], dtype=np.int32) for s in chosen])
         slots = table[sequence, positions // page_size].astype(np.int64) * page_size + positions % page_size
         order = random.permutation(len(slots))
         pages.append_slots(k[order], v[order], pool, slots[order], table[sequence, 0][order], positions[order])
@@ -213,7 +213,7 @@ def test_with_centres_a_negative_slot_is_nowhere():
 def test_what_does_not_fit_centres_is_refused_by_name():
     pages, pool, table, _ = centred("int8", 64, DIM)
     before, k, slots = pool.copy(), rows(5, 2, KV_HEADS), np.array([0, 1])
-    firsts, positions = np.zeros(2, np.int32), np.arange(2)
+    firsts, positions = np.zeros(2, np.int32), np.arange(2, dtype=np.int32)
     refused = [
         (attn.ParameterError, "first_pages", lambda: pages.append_slots(k, k, pool, slots)),
         (attn.ParameterError, "positions", lambda: pages.append_slots(k, k, pool, slots, firsts)),
@@ -221,9 +221,9 @@ def test_what_does_not_fit_centres_is_refused_by_name():
         (attn.ParameterError, "first page", lambda: pages.append_slots(k, k, pool, slots, firsts - 1, positions)),
         (attn.ParameterError, "position", lambda: pages.append_slots(k, k, pool, slots, firsts, -positions)),
         (attn.ShapeError, "first_pages", lambda: pages.append_slots(k, k, pool, slots, firsts[:1], positions)),
-        (attn.ShapeError, "first_pages", lambda: pages.append_slots(k, k, pool, slots, positions, positions)),
+        (attn.ShapeError, "first_pages", lambda: pages.append_slots(k, k, pool, slots, slots, positions)),
         (attn.ShapeError, "positions", lambda: pages.append_slots(k, k, pool, slots, firsts, positions[:1])),
-        (attn.ShapeError, "positions", lambda: pages.append_slots(k, k, pool, slots, firsts, firsts)),
+        (attn.ShapeError, "positions", lambda: pages.append_slots(k, k, pool, slots, firsts, slots)),
         (attn.ShapeError, "pool", lambda: pages.append_slots(k, k, pool[:, :-64], slots, firsts, positions)),
     ]
     for i, (kind, name, call) in enumerate(refused):

@@ -65,7 +65,7 @@ class HostPages:
             k, v: `[tokens, KV heads, dim]`, of V v_dim, float32, float16 or bfloat16; tokens may lie apart.
             slots: int64 `[tokens]`, page · page_size + token of the page; negative: skipped, whatever the token holds. Of tokens with the same slot, the last one stays.
             first_pages: of pages with centres, int32 `[tokens]`: the page that holds the first tokens of the token's sequence.
-            positions: of pages with centres, int64 `[tokens]`: the token's number in its sequence. Token 0 makes the sequence's first centre; a call with token 64 makes the second one,
+            positions: of pages with centres, int32 `[tokens]`: the token's number in its sequence. Token 0 makes the sequence's first centre; a call with token 63 makes the second one,
                 of what the first page stores of tokens 0 to 63, those of the call included.
 
         Raises:
