@@ -323,7 +323,11 @@ impl<'a> SlotAppend<'a> {
     pub fn end_first_tiles(&mut self, pool: &mut [u8]) {
         let pages = self.pages;
         let (each, dim) = (pages.centres_len(), pages.layout.head_dim().k);
-        for write in &self.writes[..self.in_first_tiles] {
+        let made = match self.first_pages.is_empty() {
+            true => &[],
+            false => &self.writes[..self.in_first_tiles],
+        };
+        for write in made {
             if write.position + 1 < TILE {
                 continue;
             }
