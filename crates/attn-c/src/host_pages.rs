@@ -3,8 +3,8 @@
 use std::ffi::c_char;
 
 use attn::{
-    DecodeAttention, DecodeStep, Heads, KvFormat, KvSource, PageLayout, PagePool, Problem,
-    backends::cpu::CpuBackend,
+    DecodeAttention, DecodeStep, Heads, KvFormat, KvSource, PageLayout, PagePool, PoolPages,
+    Problem, backends::cpu::CpuBackend,
 };
 
 use crate::{
@@ -175,7 +175,7 @@ pub unsafe extern "C" fn attn_host_pages_append_slots(
         let [k, v] = new.rows()?;
         Ok(pages
             .backend
-            .append_slots(&pages.layout, pool, slots, k, v, None)?)
+            .append_slots(&PoolPages::new(&pages.layout)?, pool, slots, k, v, None)?)
     })
 }
 

@@ -81,7 +81,7 @@ pub use format::{Int8Scale, KvFormat, Scheme, Window};
 pub use head_dim::{HEAD_DIMS, HeadDim, MAX_HEAD_DIM};
 pub use host_pages::{HostPages, HostStore};
 pub use layout::PageLayout;
-pub use page_pool::{PagePool, SlotAppend, SlotCentres};
+pub use page_pool::{PagePool, PoolPages, SlotAppend, SlotCentres};
 pub use plan::{KEPT_PLANS, Plan};
 pub use problem::{Heads, Problem};
 pub use query_block::QueryBlock;

@@ -36,7 +36,7 @@ use crate::{
 /// ```
 #[derive(Debug, Clone)]
 pub struct PagePool<'a> {
-    pages: Pages,
+    pages: PoolPages,
     bytes: &'a [u8],
     table: PageTable,
     /// Centres of K, `[sequences, num_kv_heads, 2, head_dim.k]`; nothing without.
@@ -56,51 +56,25 @@ impl<'a> PagePool<'a> {
         page_table: &[u32],
         kv_lens: &[usize],
     ) -> Result<Self, Error> {
-        PagePool::of(Pages::new(layout)?, bytes, page_table, kv_lens)
+        PagePool::of(&PoolPages::new(layout)?, bytes, page_table, kv_lens)
     }
 
-    /// As [`PagePool::new`], for pages with centres of K, which begin `stride` bytes apart. Behind the [`PageLayout::page_bytes`] of a sequence's first page lie
-    /// its centres, [`centres_bytes`] of them: bf16 `[num_kv_heads, 2, head_dim.k]`, first and second. Other pages have room for some, which nobody looks at.
+    /// As [`PagePool::new`], for pages that lie so, which may have centres of K.
     ///
     /// # Errors
-    /// Those of [`PagePool::new`]; [`Error::Parameter`] for a format that has no centres ([`KvFormat::check_centres`]), for pages of fewer than 64 tokens,
-    /// and for a stride that is no multiple of 16 or has no room for a page and its centres.
+    /// Those of [`PagePool::new`].
     ///
     /// ```
-    /// use attn_core::{Error, KvFormat, PageLayout, PagePool, centres::centres_bytes};
+    /// use attn_core::{Error, KvFormat, PageLayout, PagePool, PoolPages};
     ///
-    /// let layout = PageLayout::new(KvFormat::INT8, 64, 64, 1)?;
-    /// let stride = layout.page_bytes() + centres_bytes(1, 64);
-    /// let pool = PagePool::with_centres(&layout, stride, &vec![0; 4 * stride], &[3, 0], &[70])?;
+    /// let pages = PoolPages::new(&PageLayout::new(KvFormat::INT8, 64, 64, 1)?)?.with_centres()?;
+    /// let bytes = vec![0; 4 * pages.stride()];
+    /// let pool = PagePool::of(&pages, &bytes, &[3, 0], &[70])?;
     /// assert_eq!(pool.centres(0, 0).unwrap()[0].len(), 64);
     /// # Ok::<(), Error>(())
     /// ```
-    pub fn with_centres(
-        layout: &PageLayout,
-        stride: usize,
-        bytes: &'a [u8],
-        page_table: &[u32],
-        kv_lens: &[usize],
-    ) -> Result<Self, Error> {
-        let pages = Pages::with_centres(layout, stride)?;
-        let mut pool = PagePool::of(pages, bytes, page_table, kv_lens)?;
-        let each = pages.centres_len();
-        pool.centres = filled(
-            "centres of K",
-            kv_lens.len().saturating_mul(each),
-            bf16::ZERO,
-        )?;
-        let sequences = pool.centres.chunks_exact_mut(each).zip(&pool.table.pages);
-        for (centres, own) in sequences {
-            if let Some(page) = own.first() {
-                pages.load_centres(bytes, *page, centres);
-            }
-        }
-        Ok(pool)
-    }
-
-    fn of(
-        pages: Pages,
+    pub fn of(
+        pages: &PoolPages,
         bytes: &'a [u8],
         page_table: &[u32],
         kv_lens: &[usize],
@@ -123,15 +97,29 @@ impl<'a> PagePool<'a> {
             check_pool(own.iter(), num_pages)?;
             of_sequences.push(own.to_vec());
         }
+        let table = PageTable {
+            pages: of_sequences,
+            lens: kv_lens.to_vec(),
+            ..PageTable::default()
+        };
+        let each = if pages.has_centres {
+            pages.centres_len()
+        } else {
+            0
+        };
+        let elements = kv_lens.len().saturating_mul(each);
+        let mut centres = filled("centres of K", elements, bf16::ZERO)?;
+        let sequences = centres.chunks_exact_mut(each.max(1)).zip(&table.pages);
+        for (centres, own) in sequences {
+            if let Some(page) = own.first() {
+                pages.load_centres(bytes, *page, centres);
+            }
+        }
         Ok(PagePool {
-            pages,
+            pages: *pages,
             bytes,
-            table: PageTable {
-                pages: of_sequences,
-                lens: kv_lens.to_vec(),
-                ..PageTable::default()
-            },
-            centres: Vec::new(),
+            table,
+            centres,
         })
     }
 
@@ -187,12 +175,10 @@ impl<'a> PagePool<'a> {
     }
 }
 
-/// What an append by slots takes beside them where pages have centres of K ([`PagePool::with_centres`]): an entry for each token. Those of tokens without a
+/// What an append by slots takes beside them where pages have centres of K ([`PoolPages::with_centres`]): an entry for each token. Those of tokens without a
 /// slot may be anything.
 #[derive(Debug, Clone, Copy)]
 pub struct SlotCentres<'a> {
-    /// Bytes from where a page begins to where the next one does.
-    pub stride: usize,
     /// The page that has the first tokens of the token's sequence, and its centres.
     pub first_pages: &'a [i32],
     /// The token's number in its sequence.
@@ -205,7 +191,7 @@ pub struct SlotCentres<'a> {
 #[must_use = "an append is written by a backend"]
 pub struct SlotAppend<'a> {
     kv: [Widened<'a>; 2],
-    pages: Pages,
+    pages: PoolPages,
     /// With centres, those of first tiles come first.
     writes: Vec<TokenWrite>,
     in_first_tiles: usize,
@@ -221,20 +207,25 @@ impl<'a> SlotAppend<'a> {
     ///
     /// # Errors
     /// [`Error::Parameter`] for a format that needs more than its pages, and for a slot that the pool does not have; [`Error::Length`], or [`Error::Shape`] for
-    /// strided rows; [`Error::NotFinite`], [`Error::Magnitude`]; [`Error::OutOfMemory`]. With centres also those of [`PagePool::with_centres`], and
-    /// [`Error::Parameter`] for a first page that the pool does not have and for a negative position, of tokens with a slot.
+    /// strided rows; [`Error::NotFinite`], [`Error::Magnitude`]; [`Error::OutOfMemory`]. [`Error::Parameter`] for centres
+    /// of pages without, and for pages with centres without; for a first page that the pool does not have and for a negative position, of tokens with a slot.
     pub fn new(
-        layout: &PageLayout,
+        pages: &PoolPages,
         pool_bytes: usize,
         slots: &[i64],
         k: Rows<'a>,
         v: Rows<'a>,
         centres: Option<SlotCentres<'_>>,
     ) -> Result<Self, Error> {
-        let pages = match centres {
-            Some(centres) => Pages::with_centres(layout, centres.stride)?,
-            None => Pages::new(layout)?,
-        };
+        let (pages, layout) = (*pages, pages.layout());
+        if pages.has_centres != centres.is_some() {
+            let given = if pages.has_centres { "none" } else { "some" };
+            return refuse(
+                "first pages and positions of an append by slots",
+                given,
+                "those of each token where pages have centres of K, and none where they have none",
+            );
+        }
         let num_pages = pages.count(pool_bytes)?;
         let mut writes = writes_of(layout, num_pages, slots)?;
         let first_pages = match centres {
@@ -437,48 +428,111 @@ fn writes_of(
     Ok(writes)
 }
 
-/// Pages side by side in a pool, with or without centres of K behind each.
-#[derive(Debug, Clone, Copy)]
-struct Pages {
+/// How the pages of a caller's pool lie, and whether they have centres of K.
+///
+/// ```
+/// use attn_core::{Error, KvFormat, PageLayout, PoolPages};
+///
+/// let layout = PageLayout::new(KvFormat::INT8, 64, 64, 1)?;
+/// let side_by_side = PoolPages::new(&layout)?;
+/// // With more bytes behind each, such as an engine's own, and with the centres of the sequences whose first pages they are.
+/// let apart = side_by_side.apart(layout.page_bytes() + 32)?;
+/// let centred = side_by_side.with_centres()?;
+/// assert_eq!(centred.bytes(), layout.page_bytes() + 4 * 64);
+/// assert_eq!((apart.stride(), centred.stride()), (apart.bytes() + 32, centred.bytes()));
+/// # Ok::<(), Error>(())
+/// ```
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct PoolPages {
     layout: PageLayout,
     stride: usize,
+    has_centres: bool,
 }
 
-impl Pages {
-    fn new(layout: &PageLayout) -> Result<Self, Error> {
+impl PoolPages {
+    /// Pages that lie side by side.
+    ///
+    /// # Errors
+    /// [`Error::Parameter`] for a format that needs more than its pages.
+    pub fn new(layout: &PageLayout) -> Result<Self, Error> {
         check_format(layout.format())?;
-        Ok(Pages {
+        Ok(PoolPages {
             layout: *layout,
             stride: layout.page_bytes(),
+            has_centres: false,
         })
     }
 
-    fn with_centres(layout: &PageLayout, stride: usize) -> Result<Self, Error> {
-        check_format(layout.format())?;
-        layout.format().check_centres()?;
-        if layout.page_size() < TILE {
+    /// The same pages with the centres of K of the sequence whose first page it is behind each [`PageLayout::page_bytes`], [`centres_bytes`] of them: bf16 `[num_kv_heads, 2,
+    /// head_dim.k]`, first and second. Pages that are no sequence's first have room for some, which nobody looks at. They are as far apart as they have bytes, if they were.
+    ///
+    /// # Errors
+    /// [`Error::Parameter`] for a format that has no centres ([`KvFormat::check_centres`]), for pages of fewer than 64 tokens, and for a stride without room for them.
+    pub fn with_centres(self) -> Result<Self, Error> {
+        self.layout.format().check_centres()?;
+        if self.layout.page_size() < TILE {
             return refuse(
                 "page_size of pages with centres of K",
-                layout.page_size(),
+                self.layout.page_size(),
                 "64, 128: a sequence's first 64 tokens, of which its second centre is made, lie in one page",
             );
         }
-        let pages = Pages {
-            layout: *layout,
-            stride,
+        let side_by_side = self.stride == self.bytes();
+        let pages = PoolPages {
+            has_centres: true,
+            ..self
         };
-        let needed = pages
-            .centre_at(0, 0, 0)
-            .start
-            .saturating_add(pages.centres_bytes());
-        if stride < needed || !stride.is_multiple_of(16) {
+        let stride = if side_by_side {
+            pages.bytes()
+        } else {
+            self.stride
+        };
+        pages.apart(stride)
+    }
+
+    /// The same pages, which begin `stride` bytes apart.
+    ///
+    /// # Errors
+    /// [`Error::Parameter`] for a stride that has no room for a page, and, but for that of pages side by side, that is no multiple of 16.
+    pub fn apart(self, stride: usize) -> Result<Self, Error> {
+        let needed = self.bytes();
+        if stride < needed || stride != needed && !stride.is_multiple_of(16) {
             return refuse(
-                "stride of pages with centres of K",
-                format_args!("{stride} bytes where a page and its centres have {needed}"),
-                "a multiple of 16 with room for both",
+                "stride of pages",
+                format_args!("{stride} bytes where a page has {needed}"),
+                "those of a page, or a larger multiple of 16",
             );
         }
-        Ok(pages)
+        Ok(PoolPages { stride, ..self })
+    }
+
+    /// How K and V of a page are laid out.
+    #[must_use]
+    pub fn layout(&self) -> &PageLayout {
+        &self.layout
+    }
+
+    /// Bytes from where a page begins to where the next one does.
+    #[must_use]
+    pub fn stride(&self) -> usize {
+        self.stride
+    }
+
+    /// Bytes of a page, its centres among them.
+    #[must_use]
+    pub fn bytes(&self) -> usize {
+        let centres = if self.has_centres {
+            self.centres_bytes()
+        } else {
+            0
+        };
+        self.layout.page_bytes().saturating_add(centres)
+    }
+
+    /// Whether pages have centres of K.
+    #[must_use]
+    pub fn has_centres(&self) -> bool {
+        self.has_centres
     }
 
     /// The pages of a pool of so many bytes.

@@ -7,7 +7,7 @@ use std::{
 
 use attn_core::{
     CacheAccess, CacheConfig, DecodeAttention, DecodeStep, DeviceInfo, Error, HostPages, HostStore,
-    KvCache, KvFormat, PageLayout, PageStore, Plan, Problem, Rows, SlotAppend, SlotCentres,
+    KvCache, KvFormat, PageStore, Plan, PoolPages, Problem, Rows, SlotAppend, SlotCentres,
     SpanStates, SpansStep, StepInputs, TokenWrite, Unsupported, WideRows, process,
 };
 
@@ -302,7 +302,7 @@ impl CpuBackend {
     /// [`KvSource::Pool`](attn_core::KvSource::Pool) reads. The bytes are those of a cache without centres of K. `pool` is whole pages, side by side; `k` and `v` are
     /// `[tokens, num_kv_heads, head_dim]`, in f32, f16 or bf16. Of tokens with the same slot, the last one stays.
     ///
-    /// With `centres`, the pages are those of [`PagePool::with_centres`](attn_core::PagePool::with_centres), and the bytes those of a cache with centres, in whatever calls the
+    /// With `centres`, the pages are those of [`PoolPages::with_centres`](attn_core::PoolPages::with_centres), and the bytes those of a cache with centres, in whatever calls the
     /// tokens come: a sequence's token 0 makes its first centre, and a call with its token 64 makes the second, of what the page stores of the 64 tokens
     /// before. Of tokens with the same slot, those at position 64 and behind stay.
     ///
@@ -310,14 +310,14 @@ impl CpuBackend {
     /// Those of [`SlotAppend::new`]: the pool is then as it was.
     ///
     /// ```
-    /// use attn_core::{DecodeAttention, DecodeStep, Error, Heads, KvFormat, KvSource, PageLayout, PagePool, Problem};
+    /// use attn_core::{DecodeAttention, DecodeStep, Error, Heads, KvFormat, KvSource, PageLayout, PagePool, PoolPages, Problem};
     ///
     /// let backend = attn_cpu::CpuBackend::open()?;
     /// let (format, heads) = (KvFormat::INT8, Heads::new(4, 1, 64));
     /// let layout = PageLayout::new(format, heads.dim, 16, heads.kv)?;
     /// let mut pool = vec![0; 8 * layout.page_bytes()];
     /// // Tokens 0 and 1 of a sequence whose first page is page 5.
-    /// backend.append_slots(&layout, &mut pool, &[80, 81], &[0.5; 2 * 64], &[2.0; 2 * 64], None)?;
+    /// backend.append_slots(&PoolPages::new(&layout)?, &mut pool, &[80, 81], &[0.5; 2 * 64], &[2.0; 2 * 64], None)?;
     /// let plan = backend.plan(&Problem::new(heads, [2]), format)?;
     /// let (q, mut out) = ([1.0; 4 * 64], [0.0; 4 * 64]);
     /// let kv = PagePool::new(&layout, &pool, &[5], &[2])?;
@@ -327,7 +327,7 @@ impl CpuBackend {
     /// ```
     pub fn append_slots<'a>(
         &self,
-        layout: &PageLayout,
+        pages: &PoolPages,
         pool: &mut [u8],
         slots: &[i64],
         k: impl Into<Rows<'a>>,
@@ -336,7 +336,8 @@ impl CpuBackend {
     ) -> Result<(), Error> {
         process::check()?;
         let (k, v) = (k.into(), v.into());
-        let mut append = SlotAppend::new(layout, pool.len(), slots, k, v, centres)?;
+        let mut append = SlotAppend::new(pages, pool.len(), slots, k, v, centres)?;
+        let layout = pages.layout();
         let writer = RowWriter::new(layout, Default::default(), self.isa);
         let write = |append: &SlotAppend<'_>, part: usize, pool: &mut [u8]| {
             let tokens = Tokens {

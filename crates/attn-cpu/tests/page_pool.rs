@@ -3,7 +3,7 @@
 use attn_conformance::noise::Noise;
 use attn_core::{
     Append, CacheConfig, DecodeAttention, DecodeStep, Error, HeadDim, Heads, KvCache, KvFormat,
-    KvSource, PageLayout, PagePool, Problem, ScoreModifiers,
+    KvSource, PageLayout, PagePool, PoolPages, Problem, ScoreModifiers,
 };
 use attn_cpu::{CpuBackend, Options, Reference};
 
@@ -85,7 +85,14 @@ impl Both {
             let (k, v) = (numbers(n, &mut random), numbers(n, &mut random));
             cache.append_batch(&appends, &k, &v).unwrap();
             backend
-                .append_slots(&layout, &mut pool, &slots, &k, &v, None)
+                .append_slots(
+                    &PoolPages::new(&layout).unwrap(),
+                    &mut pool,
+                    &slots,
+                    &k,
+                    &v,
+                    None,
+                )
                 .unwrap();
         }
         Both {
@@ -225,21 +232,49 @@ fn tokens_without_a_slot_may_be_anything_and_go_nowhere() {
     let [first, last] = [0..row, 2 * row..3 * row];
     for (slot, at) in [(17, first), (2, last)] {
         backend
-            .append_slots(&layout, &mut alone, &[slot], &k[at.clone()], &v[at], None)
+            .append_slots(
+                &PoolPages::new(&layout).unwrap(),
+                &mut alone,
+                &[slot],
+                &k[at.clone()],
+                &v[at],
+                None,
+            )
             .unwrap();
     }
     k[row..2 * row].fill(f32::NAN);
     let mut pool = vec![0; 2 * layout.page_bytes()];
     backend
-        .append_slots(&layout, &mut pool, &[17, -1, 2], &k, &v, None)
+        .append_slots(
+            &PoolPages::new(&layout).unwrap(),
+            &mut pool,
+            &[17, -1, 2],
+            &k,
+            &v,
+            None,
+        )
         .unwrap();
     assert!(pool == alone);
     // A slot that comes twice has its last token.
     backend
-        .append_slots(&layout, &mut pool, &[2, i64::MIN, 17], &k, &v, None)
+        .append_slots(
+            &PoolPages::new(&layout).unwrap(),
+            &mut pool,
+            &[2, i64::MIN, 17],
+            &k,
+            &v,
+            None,
+        )
         .unwrap();
     backend
-        .append_slots(&layout, &mut pool, &[2, -1, 2], &k, &v, None)
+        .append_slots(
+            &PoolPages::new(&layout).unwrap(),
+            &mut pool,
+            &[2, -1, 2],
+            &k,
+            &v,
+            None,
+        )
         .unwrap();
     assert!(pool[..layout.page_bytes()] == alone[..layout.page_bytes()]);
 }
@@ -254,7 +289,14 @@ fn what_does_not_fit_is_refused_and_changes_nothing() {
     let mut pool = vec![0; 2 * page];
     let mut refused = |slots: &[i64], k: &[f32], v: &[f32], bytes: usize| {
         let error = backend
-            .append_slots(&layout, &mut pool[..bytes], slots, k, v, None)
+            .append_slots(
+                &PoolPages::new(&layout).unwrap(),
+                &mut pool[..bytes],
+                slots,
+                k,
+                v,
+                None,
+            )
             .unwrap_err();
         assert!(pool.iter().all(|b| *b == 0), "{error}");
         error
@@ -292,7 +334,14 @@ fn what_does_not_fit_is_refused_and_changes_nothing() {
         assert!(error.to_string().contains("int8/int4-w0"), "{error}");
         assert!(
             backend
-                .append_slots(&other, &mut [], &[], &[0.0; 0], &[0.0; 0], None)
+                .append_slots(
+                    &PoolPages::new(&other).unwrap(),
+                    &mut [],
+                    &[],
+                    &[0.0; 0],
+                    &[0.0; 0],
+                    None
+                )
                 .is_err()
         );
     }

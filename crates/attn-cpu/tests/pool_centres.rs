@@ -3,7 +3,8 @@
 use attn_conformance::noise::Noise;
 use attn_core::{
     Append, CacheConfig, DecodeAttention, DecodeStep, Error, HeadDim, Heads, HostPages, KvCache,
-    KvFormat, KvSource, PageLayout, PagePool, Problem, SlotCentres, centres::centres_bytes,
+    KvFormat, KvSource, PageLayout, PagePool, PoolPages, Problem, SlotCentres,
+    centres::centres_bytes,
 };
 use attn_cpu::{CpuBackend, Options, Reference};
 
@@ -118,14 +119,14 @@ impl<'b> Both<'b> {
             first_pages.push(first_page);
             positions.push(position);
         }
+        let pages = centred(&self.layout, self.stride).unwrap();
         let centres = SlotCentres {
-            stride: self.stride,
             first_pages: &first_pages,
             positions: &positions,
         };
-        let (layout, pool) = (&self.layout, &mut self.pool);
+        let pool = &mut self.pool;
         self.backend
-            .append_slots(layout, pool, &slots, &to_k, &to_v, Some(centres))
+            .append_slots(&pages, pool, &slots, &to_k, &to_v, Some(centres))
             .unwrap();
     }
 
@@ -200,13 +201,8 @@ impl<'b> Both<'b> {
     }
 
     fn check_results(&self, what: &str) {
-        let pool = PagePool::with_centres(
-            &self.layout,
-            self.stride,
-            &self.pool,
-            &self.table,
-            &self.lens,
-        );
+        let pages = centred(&self.layout, self.stride).unwrap();
+        let pool = PagePool::of(&pages, &self.pool, &self.table, &self.lens);
         let pool = pool.unwrap();
         let several = self.lens.map(|len| len.min(7)).to_vec();
         for q_lens in [vec![1; 3], several] {
@@ -218,6 +214,11 @@ impl<'b> Both<'b> {
             assert!(scalar == wanted, "{what}, scalar");
         }
     }
+}
+
+/// Pages with centres, so far apart.
+fn centred(layout: &PageLayout, stride: usize) -> Result<PoolPages, Error> {
+    PoolPages::new(layout)?.with_centres()?.apart(stride)
 }
 
 /// Kills an append that makes a centre too early, too late or of another page, that takes the wrong one off a key, that writes behind other pages, and a step
@@ -291,13 +292,13 @@ fn a_shared_first_page_and_what_is_behind_it_come_in_one_call() {
         keys(96 * row, &mut both.random),
         keys(96 * row, &mut both.random),
     );
+    let pages = centred(&both.layout, both.stride).unwrap();
     let centres = SlotCentres {
-        stride: both.stride,
         first_pages: &first_pages,
         positions: &positions,
     };
     backend
-        .append_slots(&both.layout, &mut both.pool, &slots, &k, &v, Some(centres))
+        .append_slots(&pages, &mut both.pool, &slots, &k, &v, Some(centres))
         .unwrap();
     let (shared, behind) = (26 * row, 26 * row + 64 * row);
     both.cache.append(0, &k[shared..], &v[shared..]).unwrap();
@@ -319,11 +320,12 @@ fn what_does_not_fit_is_refused_and_changes_nothing() {
     let rows = vec![0.5; 2 * 2 * 64];
     let mut append = |stride: usize, slots: &[i64], first_pages: &[i32], positions: &[i32]| {
         let centres = SlotCentres {
-            stride,
             first_pages,
             positions,
         };
-        let given = backend.append_slots(&layout, &mut pool, slots, &rows, &rows, Some(centres));
+        let given = centred(&layout, stride).and_then(|pages| {
+            backend.append_slots(&pages, &mut pool, slots, &rows, &rows, Some(centres))
+        });
         let error = given.unwrap_err();
         assert!(pool.iter().all(|b| *b == 0), "{error}");
         error
@@ -336,7 +338,7 @@ fn what_does_not_fit_is_refused_and_changes_nothing() {
     refused(append(stride, &[0, 1], &[0, -1], &[0, 1]), "first page");
     refused(append(stride, &[0, 1], &[0, 0], &[0, -1]), "position");
     refused(append(stride, &[0, 128], &[0, 0], &[0, 1]), "slot");
-    let of_stride = "stride of pages with centres of K";
+    let of_stride = "stride of pages";
     refused(append(stride - 16, &[0, 1], &[0, 0], &[0, 1]), of_stride);
     refused(append(stride + 8, &[0, 1], &[0, 0], &[0, 1]), of_stride);
     let length = |error: Error, name: &str| match error {
@@ -350,7 +352,7 @@ fn what_does_not_fit_is_refused_and_changes_nothing() {
 
     let of = |name: &str, page_size: usize| {
         let layout = PageLayout::new(name.parse::<KvFormat>().unwrap(), dim, page_size, 2).unwrap();
-        PagePool::with_centres(&layout, 1 << 20, &[], &[], &[]).map(drop)
+        centred(&layout, 1 << 20).map(drop)
     };
     for name in ["int8", "int8/int4-w0", "int8/int8-plain"] {
         of(name, 64).unwrap();
@@ -377,6 +379,7 @@ fn bytes_that_no_append_has_written_do_no_harm() {
         let stride = layout.page_bytes() + centres_bytes(2, 64);
         let mut random = Noise::new(5);
         let mut pool = vec![0; 4 * stride];
+        let pages = centred(&layout, stride).unwrap();
         for fill in 0..6 {
             for byte in &mut pool {
                 *byte = match fill {
@@ -389,16 +392,15 @@ fn bytes_that_no_append_has_written_do_no_harm() {
             for positions in [[3, 4], [64, 65], [200, 64]] {
                 let rows = keys(2 * 2 * 64, &mut random);
                 let centres = SlotCentres {
-                    stride,
                     first_pages: &[1, 1],
                     positions: &positions,
                 };
                 backend
-                    .append_slots(&layout, &mut pool, &[3, 70], &rows, &rows, Some(centres))
+                    .append_slots(&pages, &mut pool, &[3, 70], &rows, &rows, Some(centres))
                     .unwrap();
             }
             let table = [0, 1, 2, 3];
-            let kv = PagePool::with_centres(&layout, stride, &pool, &table, &[250]).unwrap();
+            let kv = PagePool::of(&pages, &pool, &table, &[250]).unwrap();
             let problem = Problem::new(heads(dim), [250]).q_lens(vec![9]);
             let q = keys(problem.rows() * 64, &mut random);
             let mut out = vec![0.0; q.len()];

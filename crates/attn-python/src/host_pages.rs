@@ -1,8 +1,8 @@
 //! Pages in host memory that Python's caller owns: appended to by slots, attended through its page table. `attn.HostPages` is built on it.
 
 use attn::{
-    DecodeAttention, DecodeStep, Error, Heads, KvSource, PageLayout, PagePool, Problem,
-    SlotCentres, backends::cpu::CpuBackend, centres::centres_bytes,
+    DecodeAttention, DecodeStep, Heads, KvSource, PageLayout, PagePool, PoolPages, Problem,
+    SlotCentres, backends::cpu::CpuBackend,
 };
 use pyo3::{prelude::*, types::PyCapsule};
 
@@ -12,29 +12,7 @@ use crate::{dlpack::Array, errors, modifiers::Modifiers};
 #[pyclass(frozen, module = "attn._attn")]
 pub struct HostPages {
     backend: CpuBackend,
-    layout: PageLayout,
-    /// Bytes from where a page begins to where the next one does, if pages have centres of K.
-    stride: Option<usize>,
-}
-
-impl HostPages {
-    /// Sequences in a pool of such pages.
-    fn pool<'a>(
-        &self,
-        bytes: &'a [u8],
-        table: &[u32],
-        lens: &[usize],
-    ) -> Result<PagePool<'a>, Error> {
-        match self.stride {
-            Some(stride) => PagePool::with_centres(&self.layout, stride, bytes, table, lens),
-            None => PagePool::new(&self.layout, bytes, table, lens),
-        }
-    }
-
-    /// Bytes of a sequence's centres.
-    fn centres_bytes(&self) -> usize {
-        centres_bytes(self.layout.num_kv_heads(), self.layout.head_dim().k)
-    }
+    pages: PoolPages,
 }
 
 /// What an attention reads beside its arrays, attribute by attribute.
@@ -76,29 +54,25 @@ impl HostPages {
         let format = format.parse().map_err(errors::of)?;
         let layout = PageLayout::new(format, head_dim, page_size, kv_heads).map_err(errors::of)?;
         let backend = CpuBackend::open().map_err(errors::unsupported)?;
-        let mut pages = HostPages {
-            backend,
-            layout,
-            stride: None,
+        let lie = || {
+            let mut pages = PoolPages::new(&layout)?;
+            if centres {
+                pages = pages.with_centres()?;
+            }
+            pages.apart(page_stride.unwrap_or(pages.bytes()))
         };
-        if centres {
-            let needed = layout.page_bytes().saturating_add(pages.centres_bytes());
-            pages.stride = Some(page_stride.unwrap_or(needed));
-        }
-        // An empty pool of them: formats that need more than their pages are refused now.
-        pages.pool(&[], &[], &[]).map_err(errors::of)?;
-        Ok(pages)
+        let pages = lie().map_err(errors::of)?;
+        Ok(HostPages { backend, pages })
     }
 
     #[getter]
     fn page_bytes(&self) -> usize {
-        let centres = self.stride.map_or(0, |_| self.centres_bytes());
-        self.layout.page_bytes() + centres
+        self.pages.bytes()
     }
 
     #[getter]
     fn page_stride(&self) -> usize {
-        self.stride.unwrap_or(self.layout.page_bytes())
+        self.pages.stride()
     }
 
     /// `centres`: int32 first pages and positions, where pages have centres.
@@ -120,17 +94,16 @@ impl HostPages {
             )),
             None => None,
         };
-        let centres = match (&centres, self.stride) {
-            (Some((first_pages, positions)), Some(stride)) => Some(SlotCentres {
-                stride,
+        let centres = match &centres {
+            Some((first_pages, positions)) => Some(SlotCentres {
                 first_pages: first_pages.i32s()?,
                 positions: positions.i32s()?,
             }),
-            _ => None,
+            None => None,
         };
         let (k, v, slots, pool) = (k.rows()?, v.rows()?, slots.i64s()?, pool.bytes_mut()?);
-        let (backend, layout) = (&self.backend, &self.layout);
-        py.detach(|| backend.append_slots(layout, pool, slots, k, v, centres))
+        let (backend, pages) = (&self.backend, &self.pages);
+        py.detach(|| backend.append_slots(pages, pool, slots, k, v, centres))
             .map_err(errors::of)
     }
 
@@ -146,8 +119,8 @@ impl HostPages {
         let mut lse = lse.transpose()?;
         let heads = Heads::new(
             q.shape[1],
-            self.layout.num_kv_heads(),
-            self.layout.head_dim(),
+            self.pages.layout().num_kv_heads(),
+            self.pages.layout().head_dim(),
         );
         let problem = Problem::new(heads, step.kv_lens.clone())
             .q_lens(step.q_lens)
@@ -166,8 +139,8 @@ impl HostPages {
         py.detach(|| {
             // A negative page is none of the pool, which is said of the number that it is without a sign.
             let table: Vec<u32> = table.iter().map(|page| page.cast_unsigned()).collect();
-            let pool = self.pool(pool, &table, &step.kv_lens)?;
-            let plan = self.backend.plan(&problem, self.layout.format())?;
+            let pool = PagePool::of(&self.pages, pool, &table, &step.kv_lens)?;
+            let plan = self.backend.plan(&problem, self.pages.layout().format())?;
             let mut step = DecodeStep::new(&plan, q, KvSource::Pool(&pool), out)?;
             if let Some(lse) = lse {
                 step = step.with_lse(lse)?;

@@ -34,11 +34,12 @@ pub use attn_core::{
     DeviceInfo, DeviceMemory, DeviceResults, DeviceRows, DeviceSteps, Dtype, ElementIndex,
     Elements, ElementsMut, Error, ErrorKind, FirstTile, Given, HEAD_DIMS, HeadDim, Heads,
     HostPages, HostStore, Int8Scale, KvCache, KvFormat, KvMemory, KvSource, KvView, MAX_HEAD_DIM,
-    PackedRows, PageLayout, PagePool, PageStore, PageTable, Plan, Problem, Recent, Rotary,
-    RotaryScaling, RotaryStyle, RotaryTable, RowPlaces, Rows, RowsMut, Scheme, ScoreModifiers,
-    SequenceImage, SlotAppend, SlotCentres, SpanStates, SpansStep, StepInputs, StepOutputs,
-    StridedRows, TokenWrite, TruncateLimit, Unsupported, WideRows, WideRowsMut, Window, arithmetic,
-    cache, centres, convert, events, format, formats, layout, problem, process, quant, rotary,
+    PackedRows, PageLayout, PagePool, PageStore, PageTable, Plan, PoolPages, Problem, Recent,
+    Rotary, RotaryScaling, RotaryStyle, RotaryTable, RowPlaces, Rows, RowsMut, Scheme,
+    ScoreModifiers, SequenceImage, SlotAppend, SlotCentres, SpanStates, SpansStep, StepInputs,
+    StepOutputs, StridedRows, TokenWrite, TruncateLimit, Unsupported, WideRows, WideRowsMut,
+    Window, arithmetic, cache, centres, convert, events, format, formats, layout, problem, process,
+    quant, rotary,
 };
 
 pub use device::{Device, DeviceName};

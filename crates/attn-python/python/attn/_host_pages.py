@@ -24,7 +24,7 @@ class HostPages:
         v_dim: dims of a value and of a result, where they are not those of a key and a query.
         page_size: tokens of a page: 16, 32, 64 or 128; with centres 64 or 128.
         centres: pages have centres of K, for formats whose K is rotated int8 and whose V is of integers: `"int8"`, `"int8/int4-w0"`, `"int8/int8-plain"`.
-        page_stride: with centres, bytes from where a page of the pool begins to where the next one does: a multiple of 16, `page_bytes` and more, which it is if not given.
+        page_stride: bytes from where a page of the pool begins to where the next one does: `page_bytes`, which it is if not given, or a larger multiple of 16.
 
     Raises:
         ParameterError, UnsupportedError.
@@ -44,8 +44,6 @@ class HostPages:
         self._v_dim = count("v_dim", dim if v_dim is None else v_dim, 1)
         head_dim = (count("dim", dim, 1), self._v_dim)
         self._centres, stride = flag("centres", centres), optional_count("page_stride", page_stride, 1)
-        if stride is not None and not self._centres:
-            raise refusal("page_stride", stride, "that of pages with centres; pages without lie side by side")
         self._pages = _attn.HostPages(format_name(format), count("kv_heads", kv_heads, 1), head_dim, count("page_size", page_size, 1), self._centres, stride)
 
     @property

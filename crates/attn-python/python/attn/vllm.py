@@ -290,13 +290,13 @@ class Blocks:
         return cls(format, tokens, heads * tokens * run_bytes(format, head_size) + centres, has_centres)
 
     def pool(self, kv_cache: torch.Tensor) -> torch.Tensor:
-        """The blocks as pages: uint8 `[blocks, bytes in use]`."""
+        """The blocks as pages: uint8 `[blocks, bytes]`, of which `used` are in use."""
         if not kv_cache.is_contiguous():
             raise UnsupportedError(
                 f"the cache has the strides {kv_cache.stride()} for the shape {tuple(kv_cache.shape)}; the attention backend ATTN reads blocks that "
                 "lie side by side: use the layout LBHNC without page padding"
             )
-        return kv_cache.view(torch.uint8).view(kv_cache.shape[0], -1)[:, : self.used]
+        return kv_cache.view(torch.uint8).view(kv_cache.shape[0], -1)
 
 
 def float_format(dtype: torch.dtype) -> str:
@@ -550,13 +550,13 @@ class AttnImpl(AttentionImpl):
         places = dict(first_pages=attn_metadata.first_blocks[:tokens], positions=attn_metadata.positions[:tokens]) if blocks.has_centres else {}
         pool = blocks.pool(kv_cache)
         if query.device.type == "cpu":
-            pages = self._host_pages(blocks, pool.stride(0))
+            pages = self._host_pages(blocks, pool.shape[1])
             if kv is not None:
                 pages.append_slots(*kv, pool, slots, **places)
             modifiers = {name: self.options.get(name) for name in ("scale", "softcap", "window_left", "alibi_slopes", "sinks")}
             pages.attend(q, pool, attn_metadata.block_table.contiguous(), attn_metadata.host_lens, q_lens=attn_metadata.q_lens, out=out, **modifiers)
             return output
-        plan = attn_metadata.builder.plan(self, blocks, attn_metadata, query.device)
+        plan, pool = attn_metadata.builder.plan(self, blocks, attn_metadata, query.device), pool[:, : blocks.used]
         if kv is not None:
             one_each = max(attn_metadata.q_lens) <= 1
             plan.append_slots_now(*kv, pool, slots, centres=Centres(**places, one_each=one_each) if places else None)
@@ -600,6 +600,6 @@ class AttnImpl(AttentionImpl):
     def _host_pages(self, blocks: Blocks, stride: int) -> HostPages:
         key = (blocks, stride)
         if key not in self.host_pages:
-            options = dict(centres=True, page_stride=stride) if blocks.has_centres else {}
-            self.host_pages[key] = HostPages(blocks.format, kv_heads=self.num_kv_heads, dim=self.head_size, page_size=blocks.tokens, **options)
+            lie = dict(page_size=blocks.tokens, page_stride=stride, centres=blocks.has_centres)
+            self.host_pages[key] = HostPages(blocks.format, kv_heads=self.num_kv_heads, dim=self.head_size, **lie)
         return self.host_pages[key]
