@@ -205,7 +205,7 @@ def test_with_centres_a_negative_slot_is_nowhere():
     pages, pool, _, _ = centred("int8", 64, DIM)
     before, k = pool.copy(), rows(5, 3, KV_HEADS)
     k[1], k[2] = np.nan, np.inf
-    pages.append_slots(k, k, pool, np.array([0, -1, -7]), np.array([0, 99, -1], np.int32), np.array([0, -1, 64]))
+    pages.append_slots(k, k, pool, np.array([0, -1, -7]), np.array([0, 99, -1], np.int32), np.array([0, -1, 64], np.int32))
     changed = (pool != before).any(axis=1)
     assert changed[0] and not changed[1:].any()
 
