@@ -332,7 +332,7 @@ fn what_does_not_fit_is_refused_and_changes_nothing() {
         let other = PageLayout::new(format(name), HEADS.dim, 16, HEADS.kv).unwrap();
         let error = PagePool::new(&other, &[], &[], &[]).unwrap_err();
         assert!(error.to_string().contains("int8/int4-w0"), "{error}");
-        assert_eq!(PoolPages::new(&other).unwrap_err(), error);
+        assert!(PoolPages::new(&other).is_err());
     }
     let kv = PagePool::new(&layout, &pool, &[1], &[9]).unwrap();
     let (q, mut out) = (vec![0.5; HEADS.q * 64], vec![0.0; HEADS.q * 64]);

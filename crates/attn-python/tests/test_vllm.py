@@ -389,6 +389,23 @@ def test_mixed_batches_are_what_a_cache_attends(device, dtype, layer):
         assert torch.equal(out[:n], wanted) or format == "bf16" and torch.allclose(out[:n].float(), wanted.float(), atol=0.02)
 
 
+@pytest.mark.parametrize("dtype", ["attn_int8", "attn_int8_int4"])
+def test_what_keys_have_in_common_costs_nothing_in_blocks_with_centres(device, dtype):
+    """As biases of a model's keys are: the scores of 8 bits lose what lies beside them, those behind centres do not."""
+    errors = []
+    for block in (32, 64):
+        torch.manual_seed(0)
+        host = Host(device, dtype, block=block)
+        q, k, v = (rows(200, heads, device) for heads in (8, 2, 2))
+        k += 40 * torch.linspace(-1, 1, 64, device=device, dtype=k.dtype)
+        q *= 0.1
+        out = host.impl.forward(None, q, k, v, host.pool, host.builder.build(0, host.batch([200])), torch.empty_like(q))
+        keys, values = (x.float().repeat_interleave(4, 1).transpose(0, 1) for x in (k, v))
+        wanted = torch.nn.functional.scaled_dot_product_attention(q.float().transpose(0, 1), keys, values, is_causal=True, scale=0.125)
+        errors.append(float((out.float().transpose(0, 1) - wanted).abs().mean()))
+    assert errors[1] < 0.4 * errors[0] or dtype == "attn_int8_int4" and errors[1] < 0.9 * errors[0], errors
+
+
 def test_keys_with_outlier_channels_are_named(device, caplog):
     layer = SimpleNamespace(layer_name="model.layers.7")
 

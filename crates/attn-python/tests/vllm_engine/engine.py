@@ -19,8 +19,8 @@ from shadow import Shadow
 MOST = {"attn_bf16": 0.004, "attn_int8": 0.03, "attn_int8_int4": 0.15, "attn_int4": 0.25}
 USUAL = dict(
     attention_backend="ATTN",
-    block_size=32,
-    num_gpu_blocks_override=1001,
+    block_size=64,
+    num_gpu_blocks_override=501,
     dtype="float32",
     compilation_config={"custom_ops": ["none"]},
     skip_tokenizer_init=True,
@@ -106,23 +106,28 @@ def main(model):
         assert counters["vllm:prefix_cache_hits"] > 0 and shadow.resumed > 0 and shadow.mixed > 0
         mean, worst = shadow.mean, shadow.worst
         assert mean < most, f"{format}: the mean error of attention is {mean}, allowed {most}"
-        others = {"preempted": dict(num_gpu_blocks_override=40)}
+        others = {"preempted": dict(num_gpu_blocks_override=20)}
         if format == "attn_int8":
             others["alone"] = dict(one_by_one=True)
             others["in chunks of 64"] = dict(max_num_batched_tokens=64)
-            others["in blocks of 64, an odd number of them"] = dict(block_size=64, num_gpu_blocks_override=501)
+            others["in blocks of 128, an odd number of them"] = dict(block_size=128, num_gpu_blocks_override=251)
         for name, change in others.items():
             answers, counters = run(f"{format}, {name}", model, **dict(dict(kv_cache_dtype=format), **change))
             assert answers == whole, (format, name)
             assert name != "preempted" or counters["vllm:num_preemptions"] > 0
         kept[format] = whole
         print(f"{format}: mean error {mean:.4f}, worst {worst:.3f}; the same bits {', '.join(others)}", flush=True)
+    # Smaller blocks hold no first tile, and have no centres of K.
+    for name, blocks in (("16", 2001), ("32", 1001)):
+        answers, _ = run(f"attn_int8, in blocks of {name}", model, kv_cache_dtype="attn_int8", block_size=int(name), num_gpu_blocks_override=blocks)
+        kept.setdefault("small", answers)
+        assert answers == kept["small"] and answers != kept["attn_int8"], name
     # Last: what vLLM loads for drafts keeps its next engine in the process from starting.
     drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
     answers, counters = run("attn_int8, drafted", model, kv_cache_dtype="attn_int8", speculative_config=drafts)
     assert answers == kept["attn_int8"] and counters["vllm:spec_decode_num_draft_tokens"] > 0
     plain = '{"custom_ops":["none"]}'
-    same_over_http(prompts(), kept["attn_int8"], model, f"--kv-cache-dtype attn_int8 --dtype float32 --block-size 32 --enforce-eager --compilation-config {plain}")
+    same_over_http(prompts(), kept["attn_int8"], model, f"--kv-cache-dtype attn_int8 --dtype float32 --block-size 64 --enforce-eager --compilation-config {plain}")
     print("passed")
 
 
