@@ -341,9 +341,9 @@ class Host:
 def test_an_odd_number_of_blocks_serves_every_layer(gpu, layer):
     """vLLM lays a group's layers behind one another in one tensor, wherever they then begin."""
     host = Host(gpu, blocks=65)
-    pools = torch.zeros(3, *host.pool.shape, dtype=host.pool.dtype, device=gpu)
+    pools = torch.zeros(3 * host.pool.numel() + 16, dtype=host.pool.dtype, device=gpu)[16:].view(3, *host.pool.shape)
     host.pool = pools[layer]
-    assert layer != 1 or host.pool.data_ptr() % 256
+    assert host.pool.data_ptr() % 256 == 16
     cache = attn.Cache("int8", heads=2, dim=64, max_tokens=256, page_size=16, sequences=2, device="cuda", centres=False)
     for q_lens in ([100, 3], [1, 1]):
         metadata = host.builder.build(0, host.batch(q_lens))
@@ -389,13 +389,12 @@ def test_mixed_batches_are_what_a_cache_attends(device, dtype, layer):
         assert torch.equal(out[:n], wanted) or format == "bf16" and torch.allclose(out[:n].float(), wanted.float(), atol=0.02)
 
 
-@pytest.mark.parametrize("dtype", ["attn_int8", "attn_int8_int4"])
-def test_what_keys_have_in_common_costs_nothing_in_blocks_with_centres(device, dtype):
+def test_what_keys_have_in_common_costs_nothing_in_blocks_with_centres(device):
     """As biases of a model's keys are: the scores of 8 bits lose what lies beside them, those behind centres do not."""
     errors = []
     for block in (32, 64):
         torch.manual_seed(0)
-        host = Host(device, dtype, block=block)
+        host = Host(device, block=block)
         q, k, v = (rows(200, heads, device) for heads in (8, 2, 2))
         k += 40 * torch.linspace(-1, 1, 64, device=device, dtype=k.dtype)
         q *= 0.1
@@ -403,7 +402,7 @@ def test_what_keys_have_in_common_costs_nothing_in_blocks_with_centres(device, d
         keys, values = (x.float().repeat_interleave(4, 1).transpose(0, 1) for x in (k, v))
         wanted = torch.nn.functional.scaled_dot_product_attention(q.float().transpose(0, 1), keys, values, is_causal=True, scale=0.125)
         errors.append(float((out.float().transpose(0, 1) - wanted).abs().mean()))
-    assert errors[1] < 0.4 * errors[0] or dtype == "attn_int8_int4" and errors[1] < 0.9 * errors[0], errors
+    assert errors[1] < 0.4 * errors[0], errors
 
 
 def test_keys_with_outlier_channels_are_named(device, caplog):
