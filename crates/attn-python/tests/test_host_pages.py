@@ -242,7 +242,6 @@ def test_what_does_not_fit_centres_is_refused_by_name():
         ("int8/int4-w0", {"format": "int8/int4"}),
         ("stride", {"page_stride": pages.page_bytes - 16}),
         ("stride", {"page_stride": pages.page_bytes + 1}),
-        ("page_stride", {"page_stride": 1 << 20, "centres": False}),
         ("page_stride", {"page_stride": 0}),
         ("centres", {"centres": 1}),
     ]:
