@@ -2,7 +2,7 @@
 
 use attn_core::{Error, PageLayout, arithmetic::LOG2_E};
 
-use super::{centre::PageCentres, dtype::Dtype, kv::DeviceKv, kv::PagedSequences};
+use super::{dtype::Dtype, kv::DeviceKv, kv::PagedSequences, page_centres::PageCentres};
 use crate::handles::DeviceAddress;
 
 /// Device addresses of one decode launch.
