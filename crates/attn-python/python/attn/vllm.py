@@ -48,6 +48,7 @@ from . import _attn
 from ._errors import UnsupportedError
 from ._host_pages import HostPages
 from ._outlier_keys import LOOKED_AT, KeyLook, unevenness
+from ._token_places import TokenPlaces
 from .torch import Centres, Plan, Scratch
 
 # vLLM's name of a cache type, and the format of its pages.
@@ -346,9 +347,8 @@ class AttnMetadataBuilder(AttentionMetadataBuilder):
         self.scratch = Scratch()
         self.captured: Dict[Tuple, Plan] = {}
         self.plans: "OrderedDict[Tuple, Plan]" = OrderedDict()
-        # Where graphs read the first blocks and the positions of a step's tokens.
         scheduler = vllm_config.scheduler_config
-        self.token_places = torch.zeros(2, scheduler.max_num_batched_tokens + scheduler.max_num_seqs, dtype=torch.int32, device=device)
+        self.token_places = TokenPlaces(scheduler.max_num_batched_tokens + scheduler.max_num_seqs, device)
         self._blocks: Optional[Blocks] = None
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> AttnMetadata:
@@ -366,7 +366,8 @@ class AttnMetadataBuilder(AttentionMetadataBuilder):
             # A graph serves every batch of its shape: padded requests, which may have no query token on the host, have as many as the others.
             q_lens = (max(q_lens, default=0),) * len(q_lens)
         longest = self.max_model_len if is_capture else planned_len(batch.max_seq_len, self.max_model_len)
-        first_blocks, positions = self._places(batch, len(batch.slot_mapping))
+        starts, requests = batch.query_start_loc[: batch.num_reqs + 1], slice(batch.num_reqs)
+        first_blocks, positions = self.token_places.of(starts, batch.seq_lens[requests], batch.block_table_tensor[requests, 0], len(batch.slot_mapping))
         return AttnMetadata(
             num_actual_tokens=sum(q_lens),
             q_lens=q_lens,
@@ -385,20 +386,6 @@ class AttnMetadataBuilder(AttentionMetadataBuilder):
         if self._blocks is None or self._blocks.format != format:
             self._blocks = Blocks.of(format, self.kv_cache_spec)
         return self._blocks
-
-    def _places(self, batch: Any, count: int) -> Tuple[torch.Tensor, torch.Tensor]:
-        """The first block of the sequence and the position of each of `count` tokens, where graphs read them; padding has any."""
-        starts, requests = batch.query_start_loc[: batch.num_reqs + 1], batch.num_reqs
-        fits = count <= self.token_places.shape[1]
-        places = self.token_places[:, :count] if fits else self.token_places.new_empty(2, count)
-        if requests > 0 and count > 0:
-            tokens = torch.arange(count, dtype=starts.dtype, device=starts.device)
-            of = torch.searchsorted(starts[1:], tokens, right=True).clamp_(max=requests - 1)
-            # A sequence's last token is the last of its length.
-            behind = batch.seq_lens[:requests] - starts[1:]
-            torch.index_select(batch.block_table_tensor[:requests, 0], 0, of, out=places[0])
-            torch.add(tokens, behind.index_select(0, of), out=places[1])
-        return places[0], places[1]
 
     def plan(self, impl: "AttnImpl", blocks: Blocks, batch: AttnMetadata, device: torch.device) -> Plan:
         """The plan of a batch for layers with these heads and modifiers."""
