@@ -395,6 +395,19 @@ pub trait HostStore: Send + Sync {
         self.pages_mut().append(access, layer, writes, k, v)
     }
 
+    /// Does what [`PageStore::centre`] documents.
+    ///
+    /// # Errors
+    /// Those of [`PageStore::centre`].
+    fn centre(
+        &mut self,
+        access: &CacheAccess,
+        layer: usize,
+        tiles: &[FirstTile],
+    ) -> Result<(), Error> {
+        self.pages_mut().centre(access, layer, tiles)
+    }
+
     /// Does what [`PageStore::write_pages`] documents.
     ///
     /// # Errors
@@ -469,7 +482,7 @@ impl<T: HostStore> PageStore for T {
         layer: usize,
         tiles: &[FirstTile],
     ) -> Result<(), Error> {
-        self.pages_mut().centre(access, layer, tiles)
+        HostStore::centre(self, access, layer, tiles)
     }
 
     fn read_centres(

@@ -1,8 +1,8 @@
 //! Pages in host memory, written by the vectorized quantizers, long appends by several threads.
 
 use attn_core::{
-    CacheAccess, CacheConfig, Error, HostPages, HostStore, PageLayout, PageStore, TokenWrite,
-    WideRows,
+    CacheAccess, CacheConfig, Error, FirstTile, HostPages, HostStore, PageLayout, PageStore,
+    TokenWrite, WideRows,
 };
 use rayon::prelude::*;
 
@@ -147,6 +147,15 @@ impl HostStore for CpuPages {
         let stride = layout.page_bytes();
         write_tokens(&layout, stride, writer, &self.threads, pool, tokens);
         Ok(())
+    }
+
+    fn centre(
+        &mut self,
+        access: &CacheAccess,
+        layer: usize,
+        tiles: &[FirstTile],
+    ) -> Result<(), Error> {
+        float_modes::with_default(|| self.pages.centre(access, layer, tiles))
     }
 }
 

@@ -74,6 +74,30 @@ fn noise(seed: usize, count: usize, size: f32) -> Vec<f32> {
     (0..count).map(number).collect()
 }
 
+/// Kills second centres that are summed as the calling thread rounds.
+#[test]
+fn centres_of_k_are_those_of_other_threads() {
+    let (backend, row) = (CpuBackend::new(), HEADS.kv * HEADS.dim.k);
+    let images = |other: u64| {
+        let builder = CacheConfig::builder(KvFormat::INT8, HEADS).sequences(24);
+        let mut cache = backend.create_cache(&builder.max_len(64).build()).unwrap();
+        for b in 0..24 {
+            let [mut k, v] = [0, 1].map(|side| noise(2 * b + side, 64 * row, 1.0));
+            // Scales far apart, whose sums are not exact.
+            let tokens = k.chunks_exact_mut(row).enumerate();
+            tokens.for_each(|(t, k)| k.iter_mut().for_each(|x| *x *= 3f32.powi(t as i32 % 8)));
+            in_modes(other, || cache.append(b, &k, &v).unwrap());
+        }
+        (0..24)
+            .flat_map(|b| cache.image(b).unwrap().into_bytes())
+            .collect::<Vec<_>>()
+    };
+    let own = images(modes());
+    for other in OTHERS {
+        assert!(images(other) == own, "{other:#x}");
+    }
+}
+
 /// The bytes of a cache, the outputs and log-sum-exps of a step, and those of the same step by spans, all computed on `backend`.
 fn results(backend: &dyn DecodeAttention, format: KvFormat, other: Option<u64>) -> [Vec<u8>; 2] {
     let as_called = |call: &mut dyn FnMut()| match other {
