@@ -146,10 +146,10 @@ impl Plan {
     }
 
     #[getter]
-    fn page_bytes(&self) -> usize {
+    fn page_bytes(&self) -> PyResult<usize> {
         match self.has_centres() {
-            true => PageCentres::page_bytes(&self.layout),
-            false => self.layout.page_bytes(),
+            true => PageCentres::page_bytes(&self.layout).map_err(errors::of),
+            false => Ok(self.layout.page_bytes()),
         }
     }
 

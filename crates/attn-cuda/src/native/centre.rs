@@ -9,7 +9,7 @@ use attn_kernels::cuda::{
 use super::{
     grid::Grid,
     op::{Op, Prepared},
-    page_centres::{PageCentres, check_page_centres},
+    page_centres::PageCentres,
     pages::Pages,
     slots::{SlotAppendArgs, SlotCentres},
 };
@@ -119,7 +119,7 @@ unsafe impl Op for SecondCentresArgs {
     const DOING: &'static str = "making centres of K";
 
     fn instances(layout: &PageLayout) -> Result<Vec<Instance>, Error> {
-        check_page_centres(layout)?;
+        PageCentres::page_bytes(layout)?;
         CentreArgs::instances(layout)
     }
 

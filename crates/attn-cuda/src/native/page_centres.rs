@@ -1,8 +1,6 @@
 //! Centres of K that lie in a pool's pages.
 
-use attn_core::{
-    Error, PageLayout, Window, arithmetic::TILE, centres::centres_bytes, error::refuse,
-};
+use attn_core::{Error, PageLayout, PoolPages};
 
 use super::pages::Pages;
 use crate::handles::DeviceAddress;
@@ -19,44 +17,22 @@ pub struct PageCentres {
 
 impl PageCentres {
     /// Bytes of a page with its centres.
-    #[must_use]
-    pub fn page_bytes(layout: &PageLayout) -> usize {
-        layout.page_bytes() + centres_bytes(layout.num_kv_heads(), layout.head_dim().k)
+    ///
+    /// # Errors
+    /// Those of [`PoolPages::new`] and [`PoolPages::with_centres`].
+    pub fn page_bytes(layout: &PageLayout) -> Result<usize, Error> {
+        Ok(PoolPages::new(layout)?.with_centres()?.bytes())
     }
 
     /// Those of a pool, whose pages are farther apart by their bytes at least.
     ///
     /// # Errors
-    /// [`Error::Parameter`] for formats whose caches have no centres, and those that read keys with residuals; for pages of fewer than 64 tokens, which do not hold a first tile;
-    /// for pages that leave no room.
+    /// Those of [`PageCentres::page_bytes`]; [`Error::Parameter`] for pages that leave no room.
     pub fn new(pool: &Pages, layout: &PageLayout) -> Result<Self, Error> {
-        check_page_centres(layout)?;
-        pool.check(Self::page_bytes(layout))?;
+        pool.check(Self::page_bytes(layout)?)?;
         Ok(PageCentres {
             at: pool.at.offset(layout.page_bytes()),
             stride: pool.stride / 2,
         })
     }
-}
-
-/// Refuses pages that have no centres of K.
-pub(super) fn check_page_centres(layout: &PageLayout) -> Result<(), Error> {
-    layout.format().check_centres()?;
-    if layout.format().k.window() != Window::None {
-        let given = format_args!("{}, whose keys have residuals", layout.format());
-        return refuse(
-            "format of pages with centres of K",
-            given,
-            "int8, int8/int4-w0",
-        );
-    }
-    if layout.page_size() < TILE {
-        let given = format_args!("{} tokens", layout.page_size());
-        return refuse(
-            "page with centres of K",
-            given,
-            "64 or 128 tokens, which hold a first tile",
-        );
-    }
-    Ok(())
 }

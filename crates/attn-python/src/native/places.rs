@@ -18,7 +18,7 @@ impl Plan {
     /// The pool: whole pages side by side, or pages along its first dim that lie apart.
     pub(super) fn pool(&self, capsule: &Bound<'_, PyCapsule>) -> PyResult<Pages> {
         let array = Array::new("pool", capsule)?;
-        let page = self.page_bytes();
+        let page = self.page_bytes()?;
         let of_first = array.shape.iter().skip(1).product::<usize>();
         let lie_apart = array.shape.len() > 1 && of_first == page;
         let memory = self
