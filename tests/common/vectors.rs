@@ -65,10 +65,8 @@ pub fn cache(
     let number = |key: &str| settings[key].parse::<usize>().unwrap();
     let (heads, tokens) = (number("heads"), number("tokens"));
     let head_dim: HeadDim = settings["head_dim"].replace(',', "/").parse().unwrap();
-    let format = KvFormat {
-        k: settings["k"].parse().unwrap(),
-        v: settings["v"].parse().unwrap(),
-    };
+    let [k, v] = ["k", "v"].map(|side| settings[side].parse().unwrap());
+    let format = KvFormat::new(k, v);
     let all = Heads::new(heads, heads, head_dim);
     let mut config = CacheConfig::builder(format, all)
         .centres(settings.contains_key("centres"))

@@ -209,10 +209,11 @@ impl Case {
         config
     }
 
-    /// Numbers per token of K, and of V.
+    /// Numbers per token of K, and of V, of which latents have none of their own.
     fn widths(&self) -> [usize; 2] {
-        let dims = self.problem.head_dim.both();
-        dims.map(|dim| self.problem.num_kv_heads * dim)
+        let [k, v] = self.problem.head_dim.both();
+        let v = if self.format.latents { 0 } else { v };
+        [k, v].map(|dim| self.problem.num_kv_heads * dim)
     }
 
     /// Some tokens of [`Case::kv`]'s K and V.
@@ -231,12 +232,15 @@ impl Case {
         shorter.unwrap_or(0).saturating_sub(5)
     }
 
-    /// K and V of sequence `b`: `[kv_len, num_kv_heads, head_dim]` with their own head_dim.
+    /// K and V of sequence `b`: `[kv_len, num_kv_heads, head_dim]` with their own head_dim; of latents no V.
     pub fn kv(&self, b: usize) -> [Vec<f32>; 2] {
         let sequence = (self.first + b) as u64;
         let [in_k, in_v] = self.widths();
         let sides = [(0, self.format.k, in_k), (1, self.format.v, in_v)];
         sides.map(|(side, scheme, width)| {
+            if width == 0 {
+                return Vec::new();
+            }
             let of = (width, scheme.max_magnitude());
             let tokens = self.problem.kv_lens[b];
             let mut x = self.numbers(self.seed * 1000 + sequence * 2 + side, tokens, of);

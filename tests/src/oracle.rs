@@ -33,7 +33,8 @@ pub fn attend(
     q: &[f32],
     queries: Queries,
 ) -> (Vec<f64>, Vec<f64>) {
-    let (is_rotated, dim) = (cache.config().format.k.is_rotated(), problem.head_dim.k);
+    let dim = problem.head_dim.k;
+    let [rotated, _] = cache.config().format.rotated_blocks(problem.head_dim);
     let scale = |h: usize| {
         let k_scale = cache
             .config()
@@ -53,7 +54,7 @@ pub fn attend(
                 let exact: Vec<f64> = q.iter().map(|x| f64::from(*x)).collect();
                 let read = match queries {
                     Queries::Exact => exact.clone(),
-                    Queries::Rounded => rounded(q, scale(h), is_rotated),
+                    Queries::Rounded => rounded(q, scale(h), rotated),
                 };
                 let row = QueryRow {
                     problem,
@@ -99,11 +100,11 @@ pub fn attend_rows(problem: &Problem, q: &[f32], k: &[f32], v: &[f32]) -> (Vec<f
     (out, lse)
 }
 
-/// A query of 8 bits, as the arithmetic's own functions round it, in the units it had, turned back where K is rotated.
-fn rounded(q: &[f32], scale: f32, is_rotated: bool) -> Vec<f64> {
+/// A query of 8 bits, as the arithmetic's own functions round it, in the units it had, turned back where K is rotated by blocks.
+fn rounded(q: &[f32], scale: f32, rotated: Option<usize>) -> Vec<f64> {
     let mut row: Vec<f32> = q.iter().map(|x| x * scale).collect();
-    if is_rotated {
-        rotate_back(&mut row);
+    if let Some(block) = rotated {
+        rotate_back(&mut row, block);
     }
     let largest = row.iter().fold(0.0f32, |a, x| a.max(x.abs()));
     let [step, inverse] = query_step(largest);
@@ -112,16 +113,15 @@ fn rounded(q: &[f32], scale: f32, is_rotated: bool) -> Vec<f64> {
         .iter()
         .map(|x| f64::from(query_code(*x, inverse)) * unit)
         .collect();
-    if is_rotated {
-        rotate(&mut row, block(q.len()).trailing_zeros() / 2);
+    if let Some(block) = rotated {
+        rotate(&mut row, block, block.trailing_zeros() / 2);
     }
     row
 }
 
 /// Multiplies blocks of a row by the Hadamard matrix and by 2^-`halvings`.
-fn rotate(row: &mut [f64], halvings: u32) {
+fn rotate(row: &mut [f64], block: usize, halvings: u32) {
     let factor = f64::powi(0.5, halvings as i32);
-    let block = block(row.len());
     for block in row.chunks_exact_mut(block) {
         let mut half = 1;
         while half < block.len() {
@@ -219,7 +219,8 @@ impl Stored {
         if let (Side::K, Some(centres)) = (side, store.centres(0, b, head)) {
             stored.centres = centres.map(|centre| {
                 let mut centre: Vec<f64> = centre.iter().map(|x| x.to_f64()).collect();
-                rotate(&mut centre, block(stored.dim).trailing_zeros().div_ceil(2));
+                let block = block(stored.dim);
+                rotate(&mut centre, block, block.trailing_zeros().div_ceil(2));
                 centre
             });
         }
@@ -245,10 +246,11 @@ impl Stored {
                 }
                 _ => coarse.clone(),
             };
-            if part.scheme.is_rotated() {
-                let halvings = block(stored.dim).trailing_zeros().div_ceil(2);
-                rotate(&mut coarse, halvings);
-                rotate(&mut fine, halvings);
+            let blocks = config.format.rotated_blocks(layout.head_dim());
+            if let Some(block) = blocks[side as usize] {
+                let halvings = block.trailing_zeros().div_ceil(2);
+                rotate(&mut coarse, block, halvings);
+                rotate(&mut fine, block, halvings);
             }
             stored.coarse.extend(coarse);
             stored.fine.extend(fine);

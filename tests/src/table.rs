@@ -384,7 +384,7 @@ fn pairs(table: &mut Table) {
     let is_variant = |s: Scheme| s.is_rotated() && ![int8, int4].contains(&s);
     for k in Scheme::ALL {
         for v in Scheme::ALL {
-            let format = KvFormat { k, v };
+            let format = KvFormat::new(k, v);
             let by_preset = [int8, int4].iter().any(|s| [k, v].contains(s));
             if (is_variant(k) || is_variant(v)) && k != v && !by_preset {
                 continue;

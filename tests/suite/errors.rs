@@ -417,7 +417,7 @@ fn a_window_of_any_size_sees_the_whole_cache() {
 fn formats_are_written_as_they_are_read() {
     for k in Scheme::ALL {
         for v in Scheme::ALL {
-            let format = KvFormat { k, v };
+            let format = KvFormat::new(k, v);
             assert_eq!(format.to_string().parse::<KvFormat>().unwrap(), format);
         }
     }

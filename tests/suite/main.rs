@@ -12,6 +12,7 @@ mod centres;
 mod claims;
 mod errors;
 mod foreign;
+mod latents;
 mod matrix;
 mod one_or_many;
 mod ranges;

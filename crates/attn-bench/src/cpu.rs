@@ -57,7 +57,7 @@ fn filled(backend: &dyn DecodeAttention, workload: &Workload) -> Result<KvCache,
     // Whole pages of one noise, shifted from page to page: making fresh noise would take longer than everything else.
     // The query tokens come last, in one append.
     let tokens = problem.max_q_len().max(4 * TILE) + 61;
-    let [in_k, in_v] = problem.kv_elements();
+    let [in_k, in_v] = workload.appended_elements();
     let (k, v) = (noise(1, tokens * in_k), noise(2, tokens * in_v));
     for (b, &len) in problem.kv_lens.iter().enumerate() {
         let len = len - before;
@@ -87,7 +87,7 @@ impl Prepared {
     /// What the backend refuses.
     pub fn new(backend: &dyn DecodeAttention, workload: &Workload) -> Result<Self, Error> {
         let problem = &workload.problem;
-        let [in_k, in_v] = problem.kv_elements();
+        let [in_k, in_v] = workload.appended_elements();
         let q = noise(3, problem.q_elements());
         Ok(Prepared {
             plan: backend.plan(problem, workload.format)?,

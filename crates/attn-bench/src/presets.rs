@@ -150,8 +150,18 @@ impl List {
                 HeadDim::from((192, 128)),
                 "bf16,fp8,int8,int4",
             ),
-            ("mla", [16, 1], HeadDim::from((576, 512)), "int8,int8/int4"),
-            ("mla", [128, 1], HeadDim::from((576, 512)), "int8"),
+            (
+                "mla",
+                [16, 1],
+                HeadDim::from((576, 512)),
+                "int8-latents,int8,int8/int4",
+            ),
+            (
+                "mla",
+                [128, 1],
+                HeadDim::from((576, 512)),
+                "int8-latents,int8",
+            ),
         ] {
             let [q_heads, kv_heads] = heads;
             for batch in [1, 32] {

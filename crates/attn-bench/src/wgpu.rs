@@ -249,7 +249,7 @@ impl WgpuTimer {
             .max_len(NOISE_TOKENS)
             .build();
         let mut cache = self.backend.create_cache(&config)?;
-        let [in_k, in_v] = problem.kv_elements().map(|row| NOISE_TOKENS * row);
+        let [in_k, in_v] = workload.appended_elements().map(|row| NOISE_TOKENS * row);
         cache.append(0, &noise(1, in_k), &noise(2, in_v))?;
         let mut home = cache.read_back(0)?;
         let residuals = home.split_off(cache.table().pages[0].len());
@@ -259,7 +259,7 @@ impl WgpuTimer {
     /// One cache whose sequences all hold the same tokens, at places of their own.
     fn cache(&self, workload: &Workload, pages: &[Vec<Vec<u8>>; 2]) -> Result<KvCache, Error> {
         let problem = &workload.problem;
-        let [in_k, in_v] = problem.kv_elements();
+        let [in_k, in_v] = workload.appended_elements();
         let (before, room) = match workload.operation {
             Operation::Decode => (0, 0),
             _ => (1, APPENDS),
@@ -305,7 +305,9 @@ impl WgpuTimer {
 
     fn ends(&self, workload: &Workload) -> Ends {
         let problem = &workload.problem;
-        let [in_k, in_v] = problem.kv_elements().map(|row| problem.batch() * row);
+        let [in_k, in_v] = workload
+            .appended_elements()
+            .map(|row| problem.batch() * row);
         Ends {
             q: self.floats(5, problem.q_elements()),
             out: self.floats(6, problem.out_elements()),

@@ -5,7 +5,9 @@
 use std::fmt;
 
 use attn_core::{
-    Arithmetic, Error, HeadDim, KvFormat, PageLayout, Problem, Scheme, arithmetic::TILE, layout,
+    Arithmetic, Error, HeadDim, KvFormat, PageLayout, Problem, Scheme,
+    arithmetic::TILE,
+    layout::{self, Side},
 };
 
 /// Where K and V lie.
@@ -218,6 +220,12 @@ impl Workload {
         self.cache_bytes() + self.residual_bytes()
     }
 
+    /// Numbers of a token's K, and of its V, which of latents are none.
+    pub fn appended_elements(&self) -> [usize; 2] {
+        let [k, v] = self.problem.kv_elements();
+        [k, if self.format.latents { 0 } else { v }]
+    }
+
     /// Bytes of 16-bit K and V that an append reads, and of codes, residuals and parameters that it writes.
     pub fn append_bytes(&self) -> usize {
         let Problem {
@@ -228,11 +236,11 @@ impl Workload {
         let written =
             page_bytes(self.format, num_kv_heads, head_dim, self.page_size) / self.page_size;
         let sides = self.format.sides(head_dim);
-        let side = |(scheme, dim): (Scheme, usize)| match scheme.window().tiles() {
-            0 => 2 * dim,
-            _ => 2 * dim + dim / 2,
+        let side = |side: &Side| match sides[*side as usize] {
+            (scheme, dim) if scheme.window().tiles() == 0 => 2 * dim,
+            (_, dim) => 2 * dim + dim / 2,
         };
-        let each: usize = sides.map(side).iter().sum();
+        let each: usize = self.format.stored_sides().iter().map(side).sum();
         self.problem.batch() * (num_kv_heads * each + written)
     }
 

@@ -379,7 +379,7 @@ impl CacheBuilder {
     pub fn unit_tensor_scales(self) -> Self {
         let heads = self.config.num_kv_heads.min(MAX_KV_HEADS);
         let ones = |scheme: Scheme| vec![1.0; if scheme.has_tensor_scale() { heads } else { 0 }];
-        let KvFormat { k, v } = self.config.format;
+        let KvFormat { k, v, .. } = self.config.format;
         self.tensor_scales(ones(k), ones(v))
     }
 

@@ -111,13 +111,13 @@ impl KvFormat {
             Scheme::RotatedInt4 { window, .. } => window != Window::None,
             _ => false,
         };
-        if fine && self.is_integer() {
+        if fine && self.is_integer() && !self.latents {
             return Ok(());
         }
         refuse(
             "centres of K",
             format_args!("those of a cache of {self}"),
-            "caches whose K is int8 or int4 (rotated, and of int4 with a window) and whose V is of integers",
+            "caches whose K is int8 or int4 (rotated, and of int4 with a window) and whose V is of integers and stored beside it",
         )
     }
 }
@@ -187,6 +187,7 @@ mod tests {
             "int4-g4",
             "int8/bf16",
             "int8-g32",
+            "int8-latents",
         ] {
             let format: KvFormat = name.parse().unwrap();
             assert!(format.check_centres().is_err(), "{name}");

@@ -197,7 +197,7 @@ fn slice<'a, T>(
 /// # Errors
 /// [`Error::RowScheme`] if the rows' scheme is not the layout's; [`Error::Length`] if rows are missing;
 /// [`Error::BadBytes`] for a NaN, an infinity, a negative scale or a code outside the scheme; [`Error::Parameter`] for blocks of no tokens,
-/// and for rotated schemes; [`Error::OutOfMemory`].
+/// for rotated schemes, and for latents; [`Error::OutOfMemory`].
 pub fn import(
     layout: &PageLayout,
     sequence: usize,
@@ -206,6 +206,9 @@ pub fn import(
     v: &ExternalRows<'_>,
 ) -> Result<Vec<Vec<u8>>, Error> {
     let page_size = layout.page_size();
+    layout
+        .format()
+        .check_not_latents("format to import rows into")?;
     for (side, external) in [(Side::K, k), (Side::V, v)] {
         check_scheme(external.format, layout, side)?;
         external.check(layout, side, [sequence, tokens])?;
@@ -292,8 +295,9 @@ fn row(
     };
     let elements = row.iter_mut().zip(centre);
     elements.for_each(|(x, c)| *x += c.to_f32());
-    if scheme.is_rotated() {
-        rotate_back(&mut row);
+    let blocks = layout.format().rotated_blocks(layout.head_dim());
+    if let Some(block) = blocks[side as usize] {
+        rotate_back(&mut row, block);
     }
     row
 }

@@ -4,7 +4,8 @@ use std::{fmt, str::FromStr};
 
 use crate::{
     error::{Error, refuse},
-    head_dim::HeadDim,
+    head_dim::{HeadDim, Side},
+    rotation,
     segments::TILE,
 };
 
@@ -299,7 +300,11 @@ impl FromStr for Scheme {
 
 /// The names of schemes, for errors.
 const NAMES: &str = "f16, bf16, fp8, int8, int8-plain, int8-g32, int8-tensor, int4 (and int4-r2, -r4, -r8 with more groups, each also with -w0 or -w4 for another \
-                     window), int4-g1, int4-g2, int4-g4, int4-g8; of a format also two of them, K's and V's, such as int8/int4";
+                     window), int4-g1, int4-g2, int4-g4, int4-g8; of a format also two of them, K's and V's, such as int8/int4; \
+                     int8-latents and int8-plain-latents for latents, whose V is the first elements of K";
+
+/// Behind the name of a scheme: of latents.
+const LATENTS: &str = "-latents";
 
 impl Scheme {
     fn named(name: &str) -> Option<Self> {
@@ -312,35 +317,62 @@ impl Scheme {
     }
 }
 
-/// A scheme for K and a scheme for V, chosen independently.
+/// A scheme for K and a scheme for V, chosen independently; or one for latents.
 ///
-/// Written `k/v`, or by one name: `bf16` means both.
+/// Written `k/v`, or by one name: `bf16` means both, and `int8-latents` is `int8` of latents.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct KvFormat {
     /// K's scheme.
     pub k: Scheme,
     /// V's scheme.
     pub v: Scheme,
+    /// Whether rows are latents: V of a token is the first elements of its K, as these are stored, so that it has no bytes of its own. V's scheme is
+    /// K's then, with the same scale and rotated by the same blocks.
+    pub latents: bool,
 }
 
 impl KvFormat {
     /// int8 K and V, rotated, with a scale per token: about fp8's bytes, and a twentieth of its divergence in a whole model.
     pub const INT8: KvFormat = KvFormat::same(Scheme::RotatedInt8);
     /// int8 K and 4-bit V, rotated: three quarters of int8's bytes.
-    pub const INT8_INT4: KvFormat = KvFormat {
-        k: Scheme::RotatedInt8,
-        v: Scheme::rotated_int4(1, Window::Two),
-    };
+    pub const INT8_INT4: KvFormat =
+        KvFormat::new(Scheme::RotatedInt8, Scheme::rotated_int4(1, Window::Two));
     /// 4-bit K and V, rotated, with residuals for the first and the newest tokens: half of fp8's bytes, and a quarter of its divergence.
     pub const INT4: KvFormat = KvFormat::same(Scheme::rotated_int4(1, Window::Two));
+    /// int8 latents, of multi-head latent attention: half the bytes of [`KvFormat::INT8`], which stores them as K and as V.
+    pub const INT8_LATENTS: KvFormat = KvFormat {
+        latents: true,
+        ..KvFormat::INT8
+    };
+
+    /// A scheme for K and a scheme for V.
+    #[must_use]
+    pub const fn new(k: Scheme, v: Scheme) -> Self {
+        let latents = false;
+        KvFormat { k, v, latents }
+    }
 
     /// A format with one scheme for both K and V.
     #[must_use]
     pub const fn same(scheme: Scheme) -> Self {
-        KvFormat {
-            k: scheme,
-            v: scheme,
+        KvFormat::new(scheme, scheme)
+    }
+
+    /// The sides that have bytes of their own: K alone of latents.
+    #[must_use]
+    pub fn stored_sides(self) -> &'static [Side] {
+        match self.latents {
+            true => &[Side::K],
+            false => &[Side::K, Side::V],
         }
+    }
+
+    /// Elements of the blocks by which rows of K, and those of V, are rotated; `None` where a side is not ([`rotation`]).
+    #[must_use]
+    pub fn rotated_blocks(self, head_dim: HeadDim) -> [Option<usize>; 2] {
+        let of = |scheme: Scheme, dim| scheme.is_rotated().then(|| rotation::block(dim));
+        let v = if self.latents { head_dim.k } else { head_dim.v };
+        [of(self.k, head_dim.k), of(self.v, v)]
     }
 
     /// The scheme and the elements of K, and those of V.
@@ -481,9 +513,35 @@ impl KvFormat {
     pub fn check(self, head_dim: impl Into<HeadDim>) -> Result<(), Error> {
         let head_dim = head_dim.into();
         self.k.check(head_dim.k)?;
-        self.v.check(head_dim.v)
+        self.v.check(head_dim.v)?;
+        let [block, _] = self.rotated_blocks(head_dim);
+        let is_part = head_dim.v <= head_dim.k && head_dim.v.is_multiple_of(block.unwrap_or(1));
+        if self.latents && !is_part {
+            let given = format_args!("{self} with head_dim {head_dim}");
+            return refuse("format", given, LATENT_DIMS);
+        }
+        Ok(())
+    }
+
+    /// Refuses latents.
+    ///
+    /// # Errors
+    /// [`Error::Parameter`] naming `what`, which takes K and V of their own alone.
+    pub(crate) fn check_not_latents(self, what: &'static str) -> Result<(), Error> {
+        match self.latents {
+            true => refuse(
+                what,
+                format_args!("{self}"),
+                "formats whose K and V are both stored; int8 stores latents as both",
+            ),
+            false => Ok(()),
+        }
     }
 }
+
+/// For errors: what latents may be.
+const LATENT_DIMS: &str = "latents with at least as many elements of K as of V and, in int8, V of whole blocks by which K is rotated (the largest power of two that divides \
+                           K's elements), such as 576/512; use int8, which stores K and V";
 
 /// The slot of home page `page`'s residual page, where the first `first` pages have slots of their own and the others share a ring behind these.
 pub(crate) fn residual_slot(first: usize, slots: usize, page: usize) -> Option<usize> {
@@ -497,8 +555,9 @@ pub(crate) fn residual_slot(first: usize, slots: usize, page: usize) -> Option<u
 impl fmt::Display for KvFormat {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match *self {
-            KvFormat { k, v } if k == v => k.fmt(f),
-            KvFormat { k, v } => write!(f, "{k}/{v}"),
+            KvFormat { k, latents, .. } if latents => write!(f, "{k}{LATENTS}"),
+            KvFormat { k, v, .. } if k == v => k.fmt(f),
+            KvFormat { k, v, .. } => write!(f, "{k}/{v}"),
         }
     }
 }
@@ -507,9 +566,19 @@ impl FromStr for KvFormat {
     type Err = Error;
 
     fn from_str(s: &str) -> Result<Self, Error> {
+        if let Some(scheme) = s.strip_suffix(LATENTS).and_then(Scheme::named) {
+            let latents = matches!(scheme, Scheme::RotatedInt8 | Scheme::Int8(Int8Scale::Token));
+            return match latents {
+                true => Ok(KvFormat {
+                    latents,
+                    ..KvFormat::same(scheme)
+                }),
+                false => refuse("format", s, NAMES),
+            };
+        }
         let (k, v) = s.split_once('/').unwrap_or((s, s));
         match (Scheme::named(k), Scheme::named(v)) {
-            (Some(k), Some(v)) => Ok(KvFormat { k, v }),
+            (Some(k), Some(v)) => Ok(KvFormat::new(k, v)),
             _ => refuse("format", s, NAMES),
         }
     }

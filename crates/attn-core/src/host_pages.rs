@@ -219,7 +219,8 @@ impl PageStore for HostPages {
         };
         for write in writes {
             for head in 0..heads {
-                for (rows, side) in [(k, Side::K), (v, Side::V)] {
+                for &side in self.layout.format().stored_sides() {
+                    let rows = if side == Side::K { k } else { v };
                     let x = rows.row(write.source, head);
                     self.write_side([layer, head], write, x, side, &mut scratch);
                 }

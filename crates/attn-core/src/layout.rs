@@ -160,7 +160,7 @@ pub struct Part {
     pub codes: Range<usize>,
     /// Where the parameters lie in the run.
     pub params: Range<usize>,
-    side: Side,
+    order: Side,
     is_residual: bool,
     dim: usize,
     page_size: usize,
@@ -171,7 +171,7 @@ impl Part {
     #[must_use]
     pub fn code_addr(&self, t: usize, d: usize) -> CodeAddr {
         let bits = self.scheme.code_bits();
-        match self.side {
+        match self.order {
             Side::K => k_code(bits, self.dim, self.page_size, t, d),
             Side::V => v_code(bits, self.dim, self.page_size, t, d),
         }
@@ -263,7 +263,12 @@ pub fn run_bytes(format: KvFormat, head_dim: impl Into<HeadDim>, page_size: usiz
         codes.saturating_add(params_bytes(scheme, dim, page_size))
     };
     let head_dim = head_dim.into();
-    part(format.k, head_dim.k).saturating_add(part(format.v, head_dim.v))
+    let v = if format.latents {
+        0
+    } else {
+        part(format.v, head_dim.v)
+    };
+    part(format.k, head_dim.k).saturating_add(v)
 }
 
 /// Refuses a number of KV heads that no cache and no problem has.
@@ -335,12 +340,17 @@ impl PageLayout {
         self.num_kv_heads
     }
 
-    /// The shapes of K and of V of so many tokens, `[tokens, num_kv_heads, head_dim]`.
+    /// The shapes of K and of V of so many tokens to append, `[tokens, num_kv_heads, head_dim]`. Latents are given as K alone: of V there are no tokens.
     #[must_use]
     pub fn shapes(&self, tokens: usize) -> [[usize; 3]; 2] {
-        self.head_dim
-            .both()
-            .map(|dim| [tokens, self.num_kv_heads, dim])
+        let tokens = [tokens, if self.format.latents { 0 } else { tokens }];
+        [Side::K, Side::V].map(|side| {
+            [
+                tokens[side as usize],
+                self.num_kv_heads,
+                self.head_dim.of(side),
+            ]
+        })
     }
 
     /// Bytes of one part's codes.
@@ -361,18 +371,33 @@ impl PageLayout {
         start..start + params_bytes(self.format.k, self.head_dim.k, self.page_size)
     }
 
-    /// Range of V's codes inside a run.
+    /// Range of V's codes inside a run; of latents that of K's.
     #[must_use]
     pub fn v_codes(&self) -> Range<usize> {
+        if self.format.latents {
+            return self.k_codes();
+        }
         let start = self.k_params().end;
         start..start + self.codes_bytes(self.format.v, self.head_dim.v)
     }
 
-    /// Range of V's parameters inside a run.
+    /// Range of V's parameters inside a run; of latents that of K's.
     #[must_use]
     pub fn v_params(&self) -> Range<usize> {
+        if self.format.latents {
+            return self.k_params();
+        }
         let start = self.v_codes().end;
         start..start + params_bytes(self.format.v, self.head_dim.v, self.page_size)
+    }
+
+    /// The side in whose order the codes of a side lie: K's, of latents.
+    #[must_use]
+    pub fn order(&self, side: Side) -> Side {
+        match self.format.latents {
+            true => Side::K,
+            false => side,
+        }
     }
 
     /// K or V inside a run.
@@ -386,7 +411,7 @@ impl PageLayout {
             scheme,
             codes,
             params,
-            side,
+            order: self.order(side),
             is_residual: false,
             dim: self.head_dim.of(side),
             page_size: self.page_size,

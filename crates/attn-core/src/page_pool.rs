@@ -239,7 +239,9 @@ impl<'a> SlotAppend<'a> {
         let [in_k, in_v] = layout.shapes(slots.len());
         let (in_k, in_v) = (k.check_host("k", in_k)?, v.check_host("v", in_v)?);
         let kv = [k.widened(in_k, "K in f32")?, v.widened(in_v, "V in f32")?];
-        let KvFormat { k: of_k, v: of_v } = layout.format();
+        let KvFormat {
+            k: of_k, v: of_v, ..
+        } = layout.format();
         for (what, rows, scheme) in [("k", &kv[0], of_k), ("v", &kv[1], of_v)] {
             check_written(what, rows.rows(), scheme, |token| slots[token] >= 0)?;
         }

@@ -12,8 +12,7 @@ pub fn block(head_dim: usize) -> usize {
 ///
 /// Every sum is rounded to f32 in the order of the butterflies, strides 1, 2, 4, …; the matrix is symmetric, and its square is the block's length.
 #[inline(always)]
-fn rotate(row: &mut [f32], halvings: u32, flush: impl Fn(f32) -> f32) {
-    let block = block(row.len());
+fn rotate(row: &mut [f32], block: usize, halvings: u32, flush: impl Fn(f32) -> f32) {
     let factor = f32::from_bits((127 - halvings) << 23);
     for block in row.chunks_exact_mut(block) {
         let mut stride = 1;
@@ -33,19 +32,20 @@ fn rotate(row: &mut [f32], halvings: u32, flush: impl Fn(f32) -> f32) {
 /// Rotates a row of K or V to the one that is stored.
 #[inline(always)]
 pub fn rotate_stored(row: &mut [f32]) {
-    rotate(row, block(row.len()).trailing_zeros() / 2, |x| x);
+    let block = block(row.len());
+    rotate(row, block, block.trailing_zeros() / 2, |x| x);
 }
 
-/// Rotates a query, or turns a stored row back: with [`rotate_stored`] it multiplies to the identity.
+/// Rotates a query, or turns a stored row back, by blocks: with [`rotate_stored`], of the same blocks, it multiplies to the identity.
 #[inline(always)]
-pub fn rotate_back(row: &mut [f32]) {
-    rotate(row, block(row.len()).trailing_zeros().div_ceil(2), |x| x);
+pub fn rotate_back(row: &mut [f32], block: usize) {
+    rotate(row, block, block.trailing_zeros().div_ceil(2), |x| x);
 }
 
-/// Turns a row of outputs back; every sum and product that is subnormal is flushed.
+/// Turns a row of outputs back, by blocks; every sum and product that is subnormal is flushed.
 #[inline(always)]
-pub fn rotate_output(row: &mut [f32]) {
-    rotate(row, block(row.len()).trailing_zeros().div_ceil(2), ftz);
+pub fn rotate_output(row: &mut [f32], block: usize) {
+    rotate(row, block, block.trailing_zeros().div_ceil(2), ftz);
 }
 
 #[cfg(test)]
@@ -89,11 +89,11 @@ mod tests {
         for dim in HEAD_DIMS {
             let (q, k) = (uniform(1, 0..dim), uniform(2, 0..dim));
             let (mut q_rotated, mut k_rotated) = (q.clone(), k.clone());
-            rotate_back(&mut q_rotated);
+            rotate_back(&mut q_rotated, block(dim));
             rotate_stored(&mut k_rotated);
             let (score, rotated) = (dot(&q, &k), dot(&q_rotated, &k_rotated));
             assert!((score - rotated).abs() < 1e-5, "{dim}: {score} {rotated}");
-            rotate_back(&mut k_rotated);
+            rotate_back(&mut k_rotated, block(dim));
             let worst = k.iter().zip(&k_rotated).map(|(a, b)| (a - b).abs());
             assert!(worst.fold(0.0, f32::max) < 1e-6, "{dim}");
         }

@@ -12,8 +12,8 @@ pub struct RowEnd {
     pub sink: Option<f32>,
     /// V's static scale; 1 without.
     pub v_tensor_scale: f32,
-    /// Whether V is rotated.
-    pub rotated: bool,
+    /// Elements of the blocks by which V is rotated, if it is.
+    pub rotated: Option<usize>,
 }
 
 /// Where the O of two merged states comes from.
@@ -85,8 +85,8 @@ pub fn finish(state: [f32; 2], o: &mut [f32], end: RowEnd) -> f32 {
         for x in o.iter_mut() {
             *x = ftz(ftz(ftz(*x) * factor) * end.v_tensor_scale);
         }
-        if end.rotated {
-            rotate_output(o);
+        if let Some(block) = end.rotated {
+            rotate_output(o, block);
         }
     }
     lse

@@ -210,7 +210,7 @@ impl SpanStates {
             let end = RowEnd {
                 sink: problem.scores.sinks.as_ref().map(|sinks| sinks[head]),
                 v_tensor_scale: scale.copied().unwrap_or(1.0),
-                rotated: format.v.is_rotated(),
+                rotated: format.rotated_blocks(problem.head_dim)[1],
             };
             let mut state = [f32::NEG_INFINITY, 0.0];
             for shard in shards {

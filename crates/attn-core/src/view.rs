@@ -332,6 +332,7 @@ impl<'a> KvView<'a> {
         tensor_scales: [&'a [f32]; 2],
     ) -> Result<Self, Error> {
         problem.check()?;
+        format.check_not_latents("format of someone else's rows")?;
         k.check("k codes", (format.k, problem.head_dim.k), problem)?;
         v.check("v codes", (format.v, problem.head_dim.v), problem)?;
         format.check_scales(tensor_scales, problem.num_kv_heads)?;

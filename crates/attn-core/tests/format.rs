@@ -97,7 +97,7 @@ fn names_are_one_scheme_or_two() {
         ("fp8/f16", Scheme::Fp8E4m3, Scheme::F16),
     ] {
         let format: KvFormat = name.parse().unwrap();
-        assert_eq!(format, KvFormat { k, v }, "{name}");
+        assert_eq!(format, KvFormat::new(k, v), "{name}");
         assert_eq!(format.to_string(), name);
         assert_eq!(format.is_integer(), k.is_integer() && v.is_integer());
     }

@@ -18,7 +18,7 @@ fn layouts() -> Vec<PageLayout> {
             let equal = equal.map(|(dim, size)| ((dim, dim), size));
             let unlike = [((192, 128), 64), ((64, 512), 16)];
             for (dim, size) in equal.into_iter().chain(unlike) {
-                all.extend(PageLayout::new(KvFormat { k, v }, dim, size, 2));
+                all.extend(PageLayout::new(KvFormat::new(k, v), dim, size, 2));
             }
         }
     }
@@ -30,7 +30,7 @@ type Address = fn(usize, usize, usize, usize, usize) -> CodeAddr;
 type SideParts = ((Scheme, usize), Range<usize>, Range<usize>, Address);
 
 fn sides(layout: &PageLayout) -> [SideParts; 2] {
-    let (KvFormat { k, v }, dim) = (layout.format(), layout.head_dim());
+    let (KvFormat { k, v, .. }, dim) = (layout.format(), layout.head_dim());
     [
         ((k, dim.k), layout.k_codes(), layout.k_params(), k_code),
         ((v, dim.v), layout.v_codes(), layout.v_params(), v_code),

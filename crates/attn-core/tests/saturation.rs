@@ -112,7 +112,9 @@ fn every_number_beyond_its_range_counts_once(
     #[values(1, 3)] layers: usize,
 ) {
     let mut cache = cache(format, layers);
-    let KvFormat { k: of_k, v: of_v } = cache.config().format;
+    let KvFormat {
+        k: of_k, v: of_v, ..
+    } = cache.config().format;
     let mut wanted = 0;
     for (sequence, tokens) in [(0, 70), (1, 1), (0, 3)] {
         cache.reserve(&[Append { sequence, tokens }]).unwrap();

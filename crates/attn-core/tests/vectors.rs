@@ -5,7 +5,7 @@ mod golden;
 
 use attn_core::{
     CacheConfig, HostPages, KvCache,
-    rotation::{rotate_back, rotate_stored},
+    rotation::{block, rotate_back, rotate_stored},
 };
 use golden::{Settings, cache, read, settings};
 use rstest::rstest;
@@ -91,7 +91,7 @@ fn rotated_rows_equal_the_vectors() {
         };
         for (rotate, expected) in [
             (rotate_stored as fn(&mut [f32]), stored),
-            (rotate_back, query),
+            (|row| rotate_back(row, block(row.len())), query),
         ] {
             let mut row: Vec<f32> = row.iter().map(|bits| f32::from_bits(*bits)).collect();
             rotate(&mut row);

@@ -304,7 +304,7 @@ fn write_rows(
         problem.heads_per_kv(),
     );
     let (splits, stride) = (&workspace.splits[..], dim + 2);
-    let rotated = step.plan().format().v.is_rotated();
+    let [_, rotated] = step.plan().format().rotated_blocks(problem.head_dim);
     let row = |row: usize, out: &mut [f32], lse: &mut f32| {
         let (token, q_head) = (row / problem.num_q_heads, row % problem.num_q_heads);
         let (g, h) = (q_head / per, q_head % per);
@@ -436,9 +436,9 @@ fn load_queries<S: Simd, const INTEGER: bool>(
     if !INTEGER && k_unit != 1.0 {
         out.iter_mut().for_each(|q| *q *= k_unit);
     }
-    if format.k.is_rotated() {
+    if let [Some(block), _] = format.rotated_blocks(problem.head_dim) {
         for row in out.chunks_exact_mut(dim) {
-            rotate::<S, false>(s, row);
+            rotate::<S, false>(s, row, block);
         }
     }
 }

@@ -81,8 +81,8 @@ pub(crate) fn epilogue<S: Simd>(
             s.store(x.as_mut_ptr(), s.ftz(s.mul(y, v_scale)));
         }
     }
-    if end.rotated {
-        rotate::<S, true>(s, out);
+    if let Some(block) = end.rotated {
+        rotate::<S, true>(s, out, block);
     }
     lse
 }

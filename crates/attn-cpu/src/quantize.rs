@@ -29,6 +29,8 @@ pub(crate) struct RowWriter {
     head_dim: HeadDim,
     num_kv_heads: usize,
     page_size: usize,
+    /// Those that have bytes of their own.
+    stored_sides: &'static [Side],
     parts: [Part; 2],
     /// The parts of a residual page.
     residuals: [Option<Part>; 2],
@@ -62,6 +64,7 @@ impl RowWriter {
             head_dim: layout.head_dim(),
             num_kv_heads: layout.num_kv_heads(),
             page_size: layout.page_size(),
+            stored_sides: layout.format().stored_sides(),
             parts: [Side::K, Side::V].map(|side| layout.part(side)),
             residuals: [Side::K, Side::V].map(|side| layout.residual(side)),
             tensor_scales,
@@ -131,7 +134,8 @@ fn write_run(writer: &RowWriter, tokens: Tokens<'_>, head: usize, mut runs: Runs
         params: [Param::default(); MAX_GROUPS],
     };
     let page_size = writer.page_size;
-    for (side, part) in writer.parts.iter().enumerate() {
+    for &side in writer.stored_sides {
+        let (side, part) = (side as usize, &writer.parts[side as usize]);
         let dim = part.dim();
         let scale = writer.tensor_scales[side].get(head).copied();
         let groups = part.num_params();

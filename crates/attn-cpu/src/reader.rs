@@ -2,7 +2,7 @@
 
 pub use attn_core::layout::Side;
 use attn_core::{
-    Error, HostPages, KvMemory, KvSource, KvView, PageLayout, PageTable, Scheme,
+    Error, HostPages, KvFormat, KvMemory, KvSource, KvView, PageLayout, PageTable, Scheme,
     centres::CENTRES,
     layout::{k_code, load_param, v_code},
     quant::Param,
@@ -163,16 +163,31 @@ impl<'a> Reader<'a> {
         })
     }
 
+    /// The schemes of both sides.
+    #[must_use]
+    pub fn format(&self) -> KvFormat {
+        match &self.location {
+            Location::View(view) => view.format(),
+            Location::Pages { layout, .. } => layout.format(),
+        }
+    }
+
     /// The scheme of one side.
     #[must_use]
     pub fn scheme(&self, side: Side) -> Scheme {
-        let format = match &self.location {
-            Location::View(view) => view.format(),
-            Location::Pages { layout, .. } => layout.format(),
-        };
+        let format = self.format();
         match side {
             Side::K => format.k,
             Side::V => format.v,
+        }
+    }
+
+    /// The side in whose order the codes of a side lie in pages: K's, of latents.
+    #[inline]
+    pub(crate) fn order(&self, side: Side) -> Side {
+        match &self.location {
+            Location::View(_) => side,
+            Location::Pages { layout, .. } => layout.order(side),
         }
     }
 
@@ -302,7 +317,8 @@ impl<'a> Reader<'a> {
         let bits = self.scheme(side).code_bits();
         match (self.part(side, t), self.location) {
             (Some((codes, _, layout)), _) => {
-                let address = if side == Side::K { k_code } else { v_code };
+                let is_k = layout.order(side) == Side::K;
+                let address = if is_k { k_code } else { v_code };
                 let at = address(
                     bits,
                     layout.head_dim().of(side),

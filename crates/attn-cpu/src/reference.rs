@@ -49,8 +49,8 @@ impl<'a> QueryRow<'a> {
     ) -> Self {
         let c = (problem.score_scale() * LOG2_E) * reader.tensor_scales[0];
         let mut q: Vec<f32> = q.iter().map(|x| x * c).collect();
-        if reader.scheme(Side::K).is_rotated() {
-            rotate_back(&mut q);
+        if let [Some(block), _] = reader.format().rotated_blocks(problem.head_dim) {
+            rotate_back(&mut q, block);
         }
         let largest = q.iter().fold(0.0f32, |a, x| a.max(x.abs()));
         let [step, inverse] = query_step(largest);
@@ -120,7 +120,7 @@ pub(crate) fn attend(
             .as_ref()
             .map(|sinks| sinks[row.q_head]),
         v_tensor_scale: stored.reader.tensor_scales[1],
-        rotated: stored.reader.scheme(Side::V).is_rotated(),
+        rotated: stored.reader.format().rotated_blocks(row.problem.head_dim)[1],
     };
     out.copy_from_slice(&o);
     row_state::finish([m, l], out, end)

@@ -1,6 +1,6 @@
 //! The rotation of section 2 of docs/arithmetic.md over vectors: the sums of `attn_core::rotation`, in its order.
 
-use attn_core::rotation::{block, rotate_back, rotate_output};
+use attn_core::rotation::{rotate_back, rotate_output};
 
 use crate::simd::Simd;
 
@@ -17,12 +17,11 @@ static SIGNS: [[i32; 16]; 2] = {
 
 /// `rotate_output` if `FLUSH`, else `rotate_back`.
 #[inline(always)]
-pub(crate) fn rotate<S: Simd, const FLUSH: bool>(s: S, row: &mut [f32]) {
-    let block = block(row.len());
+pub(crate) fn rotate<S: Simd, const FLUSH: bool>(s: S, row: &mut [f32], block: usize) {
     if !block.is_multiple_of(4 * S::LANES) {
         match FLUSH {
-            true => rotate_output(row),
-            false => rotate_back(row),
+            true => rotate_output(row, block),
+            false => rotate_back(row, block),
         }
         return;
     }

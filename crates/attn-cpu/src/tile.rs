@@ -186,7 +186,7 @@ impl Tile {
         self.v_nibbles = scheme.code_bits() == 4 && !fine[1];
         self.v_code = Code::of(scheme, fine[1]);
         self.v_step_bits = if fine[1] { 2 } else { 3 };
-        if !reader.is_paged() {
+        if reader.order(Side::V) == Side::K || !reader.is_paged() {
             self.turn_v(s, reader, t0, dim);
         } else if fine[1] {
             self.join(s, reader, Side::V, t0, dim);
@@ -312,12 +312,12 @@ impl Tile {
         self.k_stride = TILE * 16;
     }
 
-    /// 8-bit V of a view, turned into panels of 16 tokens.
+    /// 8-bit V of a view, or of latents in pages, turned into panels of 16 tokens.
     #[inline(always)]
     fn turn_v<S: Simd>(&mut self, s: S, reader: &Reader<'_>, t0: usize, dim: usize) {
         self.v_panels.reserve(TILE * dim);
         let panels = &mut self.v_panels.as_mut_slice()[..TILE * dim];
-        let lines = view_rows(reader, Side::V, t0, self.tokens, dim);
+        let lines = code_rows(reader, Side::V, [t0, self.tokens], 8, dim);
         // SAFETY: `lines` holds rows of `dim` bytes; `panels` has four panels of `dim` rows of 16 bytes.
         unsafe { unpack::turn_rows(s, &lines, self.tokens, dim, panels.as_mut_ptr()) };
         self.v = std::array::from_fn(|i| panels[i * dim * 16..].as_ptr());
@@ -423,6 +423,28 @@ fn view_rows(reader: &Reader<'_>, side: Side, t0: usize, tokens: usize, bytes: u
     }
 }
 
+/// The rows of one side's tile of `dim` codes, as they lie in pages or in a view.
+#[inline(always)]
+fn code_rows(
+    reader: &Reader<'_>,
+    side: Side,
+    [t0, tokens]: [usize; 2],
+    bits: usize,
+    dim: usize,
+) -> CodeRows {
+    if !reader.is_paged() {
+        return view_rows(reader, side, t0, tokens, dim);
+    }
+    let mut places = [std::ptr::null(); 4];
+    let (order, at) = (reader.order(side), [t0, tokens]);
+    let chunk = places_of(|t| reader.page(side, t), order, at, bits, dim, &mut places);
+    CodeRows {
+        places,
+        row: 16,
+        chunk,
+    }
+}
+
 /// Converts the codes of one side of a tile to floats, from pages or from a view.
 ///
 /// # Safety
@@ -437,19 +459,8 @@ unsafe fn widen<S: Simd>(
     job: &Unpack<'_>,
 ) {
     let (bits, fp8) = (scheme.code_bits(), scheme == Scheme::Fp8E4m3);
-    let mut lines = CodeRows {
-        places: [std::ptr::null(); 4],
-        row: 16,
-        chunk: 16,
-    };
-    if reader.is_paged() {
-        let places = &mut lines.places;
-        let at = [t0, job.tokens];
-        lines.chunk = places_of(|t| reader.page(side, t), side, at, bits, job.dim, places);
-    } else {
-        lines = view_rows(reader, side, t0, job.tokens, job.dim);
-    }
-    let turned = reader.is_paged() && side == Side::V;
+    let lines = code_rows(reader, side, [t0, job.tokens], bits, job.dim);
+    let turned = reader.is_paged() && reader.order(side) == Side::V;
     // SAFETY: the places hold the tile's tokens, in the shape that each function requires.
     unsafe {
         match (turned, bits) {

@@ -3,7 +3,9 @@
 use attn_conformance::noise::Noise;
 use attn_core::{
     Append, CacheConfig, DecodeAttention, HEAD_DIMS, Heads, KvCache, KvFormat, Scheme,
-    layout::PAGE_SIZES, quant, rotation::rotate_back,
+    layout::PAGE_SIZES,
+    quant,
+    rotation::{block, rotate_back},
 };
 use attn_cpu::{CpuBackend, Isa, Options, Reference};
 use half::f16;
@@ -97,7 +99,7 @@ fn tokens(count: usize, dim: usize, scheme: Scheme, scale: f32, random: &mut Ran
             let step = 2.0f32.powi(random.below(20) as i32 - 10);
             x.fill_with(|| (random.below(256) as f32 - 128.0) * step);
             x.iter_mut().step_by(16).for_each(|x| *x = 128.0 * step);
-            rotate_back(&mut x);
+            rotate_back(&mut x, block(dim));
             let nudge = random.below(2) == 0;
             x.iter_mut()
                 .filter(|_| nudge)

@@ -112,7 +112,7 @@ fn bits_equal_reference_for_every_pair_isa_and_thread_count() {
     let inputs = inputs(&problem);
     for k in Scheme::ALL {
         for v in Scheme::ALL {
-            let format = KvFormat { k, v };
+            let format = KvFormat::new(k, v);
             if format.check(128).is_ok() {
                 let cache = cached(&problem, format, 64, &inputs);
                 compare(
@@ -130,15 +130,10 @@ fn bits_equal_reference_for_every_pair_isa_and_thread_count() {
 
 fn formats() -> Vec<KvFormat> {
     let same = Scheme::ALL.into_iter().map(KvFormat::same);
-    let int8_k = KvFormat {
-        k: Scheme::Int8(Int8Scale::Token),
-        v: Scheme::Int4(4),
-    };
-    let fp8_v = KvFormat {
-        k: Scheme::Bf16,
-        v: Scheme::Fp8E4m3,
-    };
-    same.chain([KvFormat::INT4, int8_k, fp8_v]).collect()
+    let int8_k = KvFormat::new(Scheme::Int8(Int8Scale::Token), Scheme::Int4(4));
+    let fp8_v = KvFormat::new(Scheme::Bf16, Scheme::Fp8E4m3);
+    let few = [KvFormat::INT4, KvFormat::INT8_LATENTS, int8_k, fp8_v];
+    same.chain(few).collect()
 }
 
 #[test]

@@ -288,8 +288,12 @@ impl PageStore for CudaPages {
         if slots.tokens.is_empty() {
             return Ok(());
         }
-        let tokens = slots.tokens.clone();
-        let [k, v] = [k.packed(tokens.clone())?, v.packed(tokens)?];
+        // Of latents there is no V to append.
+        let of_v = match self.layout.format().latents {
+            true => 0..0,
+            false => slots.tokens.clone(),
+        };
+        let [k, v] = [k.packed(slots.tokens.clone())?, v.packed(of_v)?];
         let mut parts = Parts::default();
         let at = [parts.add(&k)?, parts.add(&v)?];
         let device = &self.gpu.device;

@@ -160,11 +160,11 @@ impl Draw<'_, '_> {
         }
     }
 
-    /// A pair of schemes.
+    /// A pair of schemes, or latents.
     pub fn format(&mut self) -> KvFormat {
-        KvFormat {
-            k: self.scheme(),
-            v: self.scheme(),
+        match self.once_in(16) {
+            true => KvFormat::INT8_LATENTS,
+            false => KvFormat::new(self.scheme(), self.scheme()),
         }
     }
 }

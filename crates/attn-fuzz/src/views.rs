@@ -30,10 +30,7 @@ pub fn fuzz_backends(u: &mut Unstructured<'_>, backends: &Backends) -> Result<()
     let mut format = draw.format();
     if !draw.once_in(16) {
         let (k, v) = (draw.pick(&SCHEMES), draw.pick(&SCHEMES));
-        format = KvFormat {
-            k,
-            v: if draw.once_in(2) { k } else { v },
-        };
+        format = KvFormat::new(k, if draw.once_in(2) { k } else { v });
     }
     let (heads, dim) = (draw.range(1..=2), draw.head_dim());
     let most = if draw.once_in(3) { 200 } else { 20 };

@@ -79,7 +79,7 @@ fn each_specialisation(mut each: impl FnMut(&str, &str)) {
     let unlike = [((192, 128), 64, 8), ((576, 512), 64, 1), ((64, 320), 16, 4)];
     let unlike = unlike.map(|(dim, page_size, rows)| (HeadDim::from(dim), page_size, rows));
     let shapes: Vec<_> = shapes.into_iter().chain(unlike).collect();
-    let formats = Scheme::ALL.map(|k| Scheme::ALL.map(|v| KvFormat { k, v }));
+    let formats = Scheme::ALL.map(|k| Scheme::ALL.map(|v| KvFormat::new(k, v)));
     for (i, format) in formats.into_iter().flatten().enumerate() {
         // Three shapes of each pair, by turns: all of them would take minutes.
         let own = shapes.iter().cycle().skip(i % shapes.len());

@@ -56,7 +56,7 @@ DEVICE void wait_keys(Ring& next, bool residuals, StagedTile& at) {
     next.advance();
     at.residuals = residuals;
     at.k = {stage, Stage::K_STRIDE};
-    at.v = {stage + Stage::K_BLOCK_BYTES, Stage::V_STRIDE};
+    at.v = {LATENTS ? stage : stage + Stage::K_BLOCK_BYTES, Stage::V_STRIDE};
     at.k_residuals = {stage + Stage::K_BLOCK_BYTES * Stage::BLOCKS, Stage::K_RESIDUALS};
     if (stages_of_keys(residuals) == 1) return;
     stage = next.wait();
@@ -238,7 +238,7 @@ template <class Source> struct TileCopier {
                 copy(ring.at() + n * bytes, run(p, indices[n]) + from, bytes);
             } else {
                 if (has_k) copy_piece(run(p, indices[n]), true, ring.at(), n);
-                if (has_v) copy_piece(run(p, indices[n]), false, ring.at() + (has_k ? Stage::K_BLOCK_BYTES : 0), n);
+                if (has_v && !LATENTS) copy_piece(run(p, indices[n]), false, ring.at() + (has_k ? Stage::K_BLOCK_BYTES : 0), n);
             }
         }
     }

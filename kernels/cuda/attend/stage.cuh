@@ -26,10 +26,11 @@ struct Stage {
     static constexpr int K_CODES = Keys::codes(BLOCK), V_CODES = Values::codes(BLOCK);
     static constexpr int PARAM_WORDS = PAGE ? 1 : 2;
     static constexpr int K_BLOCK_BYTES = K_CODES + PARAM_WORDS * Keys::params(BLOCK);
-    static constexpr int V_BLOCK_BYTES = V_CODES + PARAM_WORDS * Values::params(BLOCK);
+    static constexpr int V_BLOCK_BYTES = LATENTS ? 0 : V_CODES + PARAM_WORDS * Values::params(BLOCK);  // latents: K's are V's
+    static constexpr int V_PARAMS = LATENTS ? K_CODES : V_CODES;                                       // behind V's codes
 
-    // Whether a stage has K and V of a tile, where they are small: half the copies and waits. Else it has one of them.
-    static constexpr bool HOLDS_BOTH = PAGE != 0 && (K_BLOCK_BYTES + V_BLOCK_BYTES) * BLOCKS <= 12288;
+    // Whether a stage has K and V of a tile, where they are small: half the copies and waits; or the same. Else it has one of them.
+    static constexpr bool HOLDS_BOTH = PAGE != 0 && (LATENTS || (K_BLOCK_BYTES + V_BLOCK_BYTES) * BLOCKS <= 12288);
     // From block to block.
     static constexpr int K_STRIDE = K_BLOCK_BYTES + (HOLDS_BOTH ? V_BLOCK_BYTES : 0);
     static constexpr int V_STRIDE = V_BLOCK_BYTES + (HOLDS_BOTH ? K_BLOCK_BYTES : 0);
@@ -37,9 +38,9 @@ struct Stage {
     static constexpr int ALIGN = PAGE ? 128 : 1024;  // the swizzle goes by address
     // Of a part of a tile's K, the last of which has the parameters of both sides behind it, and of its V.
     static constexpr int K_PART = K_CODES / Config::K_PARTS, V_PART = V_CODES / Config::V_PARTS;
-    static constexpr int WIDE_BYTES = larger(K_PART + K_BLOCK_BYTES - K_CODES + V_BLOCK_BYTES - V_CODES, V_PART);
+    static constexpr int WIDE_PARAMS = Keys::params(BLOCK) + (LATENTS ? 0 : Values::params(BLOCK)), WIDE_BYTES = larger(K_PART + WIDE_PARAMS, V_PART);
     static constexpr int BYTES = ((Config::IS_WIDE ? WIDE_BYTES : CODES_BYTES) + ALIGN - 1) / ALIGN * ALIGN;
-    static_assert(!Config::IS_WIDE || (BLOCKS == 1 && !HOLDS_BOTH), "many_rows/wide.cuh");
+    static_assert(!Config::IS_WIDE || (BLOCKS == 1 && (LATENTS || !HOLDS_BOTH)), "many_rows/wide.cuh");
 
     // Residuals of a tile that some row reads with them: behind their side's codes where the stage has room, else in the next stage. Other tiles
     // have none.
@@ -54,7 +55,7 @@ struct Stage {
     // Strided rows lie side by side as far as the swizzle reaches, so many bytes of each, the 16-byte chunks of neighbouring rows in different
     // banks; the rest of each row behind them.
     static constexpr int K_SWIZZLE = swizzle_of(Keys::codes(1)), V_SWIZZLE = swizzle_of(Values::codes(1));
-    static constexpr bool V_TOKEN_MAJOR = PAGE == 0 && Values::BITS == 8;  // V's bytes lie along the dims and are turned on their way
+    static constexpr bool V_TOKEN_MAJOR = LATENTS || (PAGE == 0 && Values::BITS == 8);  // V's bytes lie along the dims and are turned on their way
 };
 
 // Where token t of a tile lies; avoids a division that the compiler cannot prove away.

@@ -15,7 +15,7 @@
 
 namespace attn {
 
-typedef Token<Values, (Values::BITS < 16)> VToken;
+typedef Token<Values, V_LIES_ALONG_TOKENS> VToken;
 
 DEVICE u8* run_of(const AppendParams& p, u32 page, int head) { return p.pool + page * p.page_stride + (u32)head * Run::BYTES; }
 DEVICE u32 page_of(const AppendParams& p, int b, u32 page) { return p.page_table[(long long)b * p.page_table_stride + page]; }
@@ -97,6 +97,7 @@ struct Key {
 };
 // `place()` is asked for behind the token's loads.
 template <class PlaceOf> DEVICE void append_v(const AppendParams& p, long long token, int head, int lane, PlaceOf place) {
+    if (LATENTS) return;
     VToken v;
     load_v(p, v, token, head, lane);
     const Place to = place();
@@ -241,6 +242,7 @@ DEVICE void append_many(const AppendParams& p) {
     // The first pages have slots of residuals of their own; another slot belongs to the last of the pages that share it.
     j.page = place_of(p, b, page, 0, j.head, page < FIRST_RESIDUAL_PAGES || page + (int)p.residual_ring > last);
     append_rows(p, j);
+    if (LATENTS) return;
     const float scale = scale_of(p.v_tensor_scales, j.head);
     // Other warps take the first tokens than of K.
     for (int t = j.t0 + (j.warp + j.warps / 2) % j.warps; t < j.t1; t += j.warps) {

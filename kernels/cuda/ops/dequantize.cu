@@ -67,7 +67,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) attn_dequantize(const _
             k.part = lane % TOKEN_LANES;
             k.load<unit_of(Keys::SCHEME)>(run, run + Run::K_PARAMS, Keys::WINDOW && is_fine ? residuals : nullptr, t % PAGE, 1.0f);
             k.store(side, t % TILE);
-            WidenedToken<Values, (Values::BITS < 16)> v;
+            WidenedToken<Values, V_LIES_ALONG_TOKENS> v;
             v.part = lane % TOKEN_LANES;
             v.load<unit_of(Values::SCHEME)>(v_codes, run + Run::V_PARAMS, is_fine ? v_residuals : nullptr, t % PAGE, 1.0f);
             v.store(side + K_BYTES, t % TILE);

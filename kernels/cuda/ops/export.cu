@@ -60,7 +60,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, larger(K_DIM, V_DIM) > 
     const u8* residuals = nullptr;
     if (WINDOW && (tile == 0 || newest < tile + WINDOW)) residuals = run_of(p.residual_pages[residual_slot(p.residual_ring, b, page)]);
     const auto with = [&](int window, int at) { return window && (tile == 0 || newest < tile + window) ? residuals + at : nullptr; };
-    typedef TurnedBlock<V_DIM, Values::BITS> Turned;
+    typedef TurnedBlock<V_DIM, V_LIES_ALONG_TOKENS ? Values::BITS : 16> Turned;
     __shared__ Turned turned[WARPS], turned_residuals[Values::WINDOW ? WARPS : 1];
     // V's codes are under way with K's.
     typename Turned::Rows v_rows = {};
@@ -85,7 +85,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, larger(K_DIM, V_DIM) > 
     const u8 *const v_codes = turned[warp].fill(v_rows, lane), *v_residuals = with(Values::WINDOW, Run::V_RESIDUALS);
     if (Values::WINDOW && v_residuals) v_residuals = turned_residuals[warp].fill(Turned::load(v_residuals, block % PAGE, lane), lane);
     each_token([&](int t, bool is_inside, u64 token) {
-        ExportedToken<Values, (Values::BITS < 16)> v;
+        ExportedToken<Values, V_LIES_ALONG_TOKENS> v;
         v.part = lane % TOKEN_LANES;
         v.load(v_codes, run + Run::V_PARAMS, v_residuals, t % PAGE, v_scale);
         v.store(is_inside ? row_of(p.v, p.v_token_stride, token, V_DIM) : nullptr, p.dtype);

@@ -53,8 +53,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) attn_gather_pages(const __
     u8* const to = p.pages + ((u64)page * heads + head) * RUN_OF_TILE;
     gather_codes<0, Keys, Keys::BITS, false>(pages, to);
     gather_params<Run::K_PARAMS, Keys>(pages, to);
-    gather_codes<Run::V_CODES, Values, Values::BITS, true>(pages, to);
-    gather_params<Run::V_PARAMS, Values>(pages, to);
+    if constexpr (!LATENTS) {
+        gather_codes<Run::V_CODES, Values, Values::BITS, true>(pages, to);
+        gather_params<Run::V_PARAMS, Values>(pages, to);
+    }
     if (WINDOW && head == 0 && threadIdx.x == 0) p.residual_table[residual_slot<first_residual_pages(TILE)>(p.residual_ring, b, tile)] = page + p.fine_pages;
     if (!has_fine) return;
     u8* const fine = to + (u64)p.fine_pages * heads * RUN_OF_TILE;

@@ -14,11 +14,11 @@ constexpr int param_bytes(int scheme) { return scheme == INT4 ? 4 : is_integer(s
 // The exponent of a power of two.
 constexpr int log2_of(int x) { return x < 2 ? 0 : 1 + log2_of(x / 2); }
 
-// K or V of one KV head, in rows of DIM elements.
-template <int SCHEME_, int GROUPS_, int WINDOW_, int DIM_> struct SideOf {
+// K or V of one KV head, in rows of DIM elements, which are rotated by the blocks of rows of ROTATED_AS.
+template <int SCHEME_, int GROUPS_, int WINDOW_, int DIM_, int ROTATED_AS = DIM_> struct SideOf {
     static constexpr int DIM = DIM_;
     static constexpr int PANELS = DIM / 16;             // of 16 dims
-    static constexpr int ROTATED_BLOCK = DIM & -DIM;    // dims that a rotation mixes: the largest power of two that divides a row
+    static constexpr int ROTATED_BLOCK = ROTATED_AS & -ROTATED_AS;  // dims that a rotation mixes: the largest power of two that divides a row
     // A rotated row is multiplied by a power of two: by 2^-STORED_HALVINGS where it is stored, by 2^-BACK_HALVINGS where it is turned back.
     static constexpr int STORED_HALVINGS = log2_of(ROTATED_BLOCK) / 2, BACK_HALVINGS = (log2_of(ROTATED_BLOCK) + 1) / 2;
     static constexpr int SCHEME = SCHEME_;
@@ -40,12 +40,13 @@ template <int SCHEME_, int GROUPS_, int WINDOW_, int DIM_> struct SideOf {
     static constexpr int residuals(int tokens) { return WINDOW > 0 ? tokens * DIM / 2 : 0; }
 };
 
-// The run of one KV head in a page of so many tokens: where each part begins, in bytes. K's codes are first; in a residual page K's residuals.
-template <class K, class V, int TOKENS> struct RunOf {
+// The run of one KV head in a page of so many tokens: where each part begins, in bytes. K's codes are first; in a residual page K's residuals. V of latents is in K's.
+template <class K, class V, int TOKENS, bool LATENTS> struct RunOf {
     static constexpr int K_PARAMS = K::codes(TOKENS);
-    static constexpr int V_CODES = K_PARAMS + K::params(TOKENS);
-    static constexpr int V_PARAMS = V_CODES + V::codes(TOKENS);
-    static constexpr int BYTES = V_PARAMS + V::params(TOKENS);
+    static constexpr int K_END = K_PARAMS + K::params(TOKENS);
+    static constexpr int V_CODES = LATENTS ? 0 : K_END;
+    static constexpr int V_PARAMS = LATENTS ? K_PARAMS : V_CODES + V::codes(TOKENS);
+    static constexpr int BYTES = LATENTS ? K_END : V_PARAMS + V::params(TOKENS);
     static constexpr int V_RESIDUALS = K::residuals(TOKENS);
 };
 

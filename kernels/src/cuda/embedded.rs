@@ -70,7 +70,7 @@ pub fn common(arch: Arch) -> Vec<Instance> {
 
 /// Decode steps and appends of latents as most models with them have them, in 8 bits, where `many_rows.cu` attends wide rows.
 fn latents(arch: Arch) -> Vec<Instance> {
-    let (format, head_dim, page_size) = (KvFormat::INT8, HeadDim { k: 576, v: 512 }, 64);
+    let (format, head_dim, page_size) = (KvFormat::INT8_LATENTS, HeadDim { k: 576, v: 512 }, 64);
     let problem = Problem::new(Heads::new(128, 1, head_dim), vec![1]);
     let layout = KvLayout::Pages(page_size);
     let mut all = Instance::all_decode(&problem, format, layout, arch.shared_limit());

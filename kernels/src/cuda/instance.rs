@@ -315,6 +315,7 @@ impl Instance {
                 ("ATTN_V_WINDOW", format.v.window().tiles()),
                 ("ATTN_K_DIM", head_dim.k),
                 ("ATTN_V_DIM", head_dim.v),
+                ("ATTN_LATENTS", usize::from(format.latents)),
                 ("ATTN_PAGE", page_size),
                 ("ATTN_ROW_PAGE", row_page_size),
             ]
@@ -489,10 +490,11 @@ pub fn hex(key: &Key) -> String {
 /// The first text names what is not covered, the second what is.
 pub fn covered(format: KvFormat, layout: KvLayout) -> Result<(), (String, String)> {
     let in_pages_alone = |scheme: Scheme| scheme.code_bits() == 4 || scheme.is_rotated();
-    if layout.is_rows() && (in_pages_alone(format.k) || in_pages_alone(format.v)) {
+    let has_no_rows = format.latents || in_pages_alone(format.k) || in_pages_alone(format.v);
+    if layout.is_rows() && has_no_rows {
         return Err((
             format!("rows of {format}"),
-            "every pair of schemes in pages, and rows of all but int4 and rotated schemes"
+            "every pair of schemes in pages, and rows of all but int4, rotated schemes and latents"
                 .to_owned(),
         ));
     }

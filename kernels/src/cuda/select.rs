@@ -160,7 +160,7 @@ impl Shape {
         if has_wide_rows(self.format, self.head_dim) {
             return self.wide_rows(shared_limit);
         }
-        let KvFormat { k, v } = self.format;
+        let KvFormat { k, v, .. } = self.format;
         let HeadDim { k: dim, v: v_dim } = self.head_dim;
         let has_one_scale = |scheme: Scheme| scheme.groups(dim) == 1;
         let is_covered = match self.format.is_integer() {
@@ -212,7 +212,7 @@ impl Shape {
 
     /// The configuration of `many_rows.cu` for wide rows, of which its warpgroups have 64 together; `None` where it does not cover the shape.
     fn wide_rows(&self, shared_limit: usize) -> Option<KernelConfig> {
-        let KvFormat { k, v } = self.format;
+        let KvFormat { k, v, .. } = self.format;
         let HeadDim { k: k_dim, v: v_dim } = self.head_dim;
         // Parts of K are multiplied 32 dims at a time; of V a warpgroup's dims are those of an instruction.
         let [k_parts, _] = wide_parts(self.head_dim);
@@ -253,7 +253,7 @@ impl Shape {
 
     /// Whether `many_rows.cu` has a configuration for few rows.
     fn are_bytes(&self) -> bool {
-        let KvFormat { k, v } = self.format;
+        let KvFormat { k, v, .. } = self.format;
         self.format.is_integer() && k.code_bits() == 8 && v.code_bits() == 8
     }
 
@@ -409,7 +409,8 @@ pub(crate) fn dequantized_as(
             && Shape::new(problem, f16, pages)
                 .many_rows(shared_limit)
                 .is_some();
-    let becomes_f16 = !is_16_bit && has_dims && (are_exact || problem.may_use_floats(format));
+    let becomes_f16 =
+        !is_16_bit && !format.latents && has_dims && (are_exact || problem.may_use_floats(format));
     let as_it_is = match layout {
         // Small pages take many copies to a tile.
         KvLayout::Pages(tokens) => tokens < DEQUANTIZED_PAGE,

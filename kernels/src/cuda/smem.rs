@@ -37,6 +37,8 @@ pub(crate) struct Stage {
     unpacked: Unpacked,
     /// Bytes of a stage of wide rows: a part of K with the parameters of both sides, or one of V.
     wide: usize,
+    /// Bytes of the barriers of a stage of wide rows: full and empty, and of latents copied.
+    wide_barriers: usize,
     /// Bytes of a row of V that is turned back, where it has a place of its own, or 0.
     rotated_row: usize,
     bytes: usize,
@@ -56,8 +58,12 @@ impl Stage {
             let codes = block * dim * scheme.code_bits() / 8;
             (codes + copies * params_bytes(scheme, dim, block)) * (tile / block)
         };
-        let (k, v) = (side(format.k, head_dim.k), side(format.v, head_dim.v));
-        let one_stage = !layout.is_rows() && k + v <= KV_ONE_STAGE;
+        let k = side(format.k, head_dim.k);
+        let v = match format.latents {
+            true => 0,
+            false => side(format.v, head_dim.v),
+        };
+        let one_stage = !layout.is_rows() && (format.latents || k + v <= KV_ONE_STAGE);
         let v_behind = if one_stage { v } else { 0 };
         let bytes = (k + v_behind).max(v);
         let residuals = |scheme: Scheme, dim: usize| match scheme.window().tiles() {
@@ -93,6 +99,7 @@ impl Stage {
                 },
             },
             wide: wide.next_multiple_of(align),
+            wide_barriers: if format.latents { 32 } else { 16 },
             // Wider ones lie where the states did.
             rotated_row: if format.v.is_rotated() && head_dim.v <= 256 {
                 head_dim.v.next_multiple_of(32) * 4
@@ -127,7 +134,7 @@ pub fn shared_bytes(
 
 /// Whether rows are wide for `many_rows.cu`, whose warpgroups share them then (`kernels/cuda/attend/many_rows/wide.cuh`).
 pub(crate) fn has_wide_rows(format: KvFormat, head_dim: HeadDim) -> bool {
-    format.is_integer() && (head_dim.k != head_dim.v || head_dim.v > 128)
+    format.is_integer() && (head_dim.k != head_dim.v || head_dim.v > 128 || format.latents)
 }
 
 /// The parts in which stages have wide rows of K and V.
@@ -144,7 +151,15 @@ fn wide_rows_bytes(config: &KernelConfig, stage: &Stage, k_dim: usize) -> usize 
     let tiles = arithmetic::SEGMENT * arithmetic::SPAN;
     let span = tiles * rows * (tile + 12) + arithmetic::SPAN * rows * 8 + rows * 8;
     let scales = WARPGROUPS * 4 * tile * 4;
-    config.stages * (stage.wide + 16) + rows * k_dim + span + tile * 4 + scales + 64 + 16 + 16 + 80
+    config.stages * (stage.wide + stage.wide_barriers)
+        + rows * k_dim
+        + span
+        + tile * 4
+        + scales
+        + 64
+        + 16
+        + 16
+        + 80
 }
 
 fn many_rows_bytes(config: &KernelConfig, stage: &Stage, head_dim: usize) -> usize {
@@ -214,8 +229,9 @@ mod tests {
     use super::*;
     use crate::cuda::{Arch, Instance, instance::covered, nvrtc::Nvrtc, select::Shape};
 
-    const FORMATS: [&str; 19] = [
+    const FORMATS: [&str; 20] = [
         "int8",
+        "int8-latents",
         "int8-plain",
         "int8-g32",
         "int8-tensor",

@@ -136,7 +136,7 @@ fn decode_constants(key: &DecodeKey) -> Constants {
 
 /// Bytes of workgroup memory that the split kernel takes, as declared there.
 pub fn workgroup_bytes(key: &DecodeKey) -> usize {
-    let KvFormat { k, v } = key.format;
+    let KvFormat { k, v, .. } = key.format;
     let (dim, r) = (key.head_dim, key.rows);
     let (units, k_groups, v_groups) = (dim.k / 16, k.groups(dim.k), v.groups(dim.v));
     let is_centred = k.is_integer() && k.code_bits() == 4;

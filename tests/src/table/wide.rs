@@ -31,6 +31,7 @@ pub(super) fn few(table: &mut Table) {
     for dim in DIMS {
         for format in formats(&[
             "int8",
+            "int8-latents",
             "int8-tensor",
             "int4",
             "int8/int4",
@@ -61,6 +62,8 @@ pub(super) fn all(table: &mut Table) {
         "int8/int4",
         "int4/int8",
         "int8-plain",
+        "int8-latents",
+        "int8-plain-latents",
         "int8-g32",
         "int8-tensor",
         "int4-g1",
@@ -76,7 +79,7 @@ pub(super) fn all(table: &mut Table) {
             shapes(table, dim, format);
         }
     }
-    for format in formats(&["int8", "int4", "bf16"]) {
+    for format in formats(&["int8", "int8-latents", "int4", "bf16"]) {
         for dim in DIMS {
             modified(table, dim, format);
         }

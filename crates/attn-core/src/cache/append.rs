@@ -125,7 +125,9 @@ impl KvCache {
         [(k, in_k), (v, in_v)]: ShapedRows<'a>,
     ) -> Result<([Widened<'a>; 2], u64), Error> {
         let (k, v) = (k.widened(in_k, "K in f32")?, v.widened(in_v, "V in f32")?);
-        let KvFormat { k: of_k, v: of_v } = self.config.format;
+        let KvFormat {
+            k: of_k, v: of_v, ..
+        } = self.config.format;
         let [k_scales, v_scales] = self.config.tensor_scales(layer);
         let saturated = check_values("k", k.rows(), of_k, k_scales)?
             + check_values("v", v.rows(), of_v, v_scales)?;

@@ -43,7 +43,7 @@ pub trait Machine {
 }
 
 /// Format, head_dim, page_size, KV heads, number format.
-const EXPORTS: [(&str, HeadDim, usize, usize, Dtype); 16] = [
+const EXPORTS: [(&str, HeadDim, usize, usize, Dtype); 17] = [
     ("int8", HeadDim::same(128), 64, 2, Dtype::F32),
     ("int8", HeadDim::same(80), 32, 1, Dtype::F16),
     ("int4", HeadDim::same(128), 64, 2, Dtype::F32),
@@ -66,6 +66,13 @@ const EXPORTS: [(&str, HeadDim, usize, usize, Dtype); 16] = [
     ("int4/int8", HeadDim { k: 64, v: 160 }, 32, 1, Dtype::F32),
     ("int4", HeadDim::same(512), 64, 1, Dtype::F16),
     ("int8/int4", HeadDim { k: 576, v: 512 }, 64, 1, Dtype::F32),
+    (
+        "int8-latents",
+        HeadDim { k: 576, v: 512 },
+        16,
+        1,
+        Dtype::Bf16,
+    ),
 ];
 
 /// Cached tokens of each sequence, and the range of each that is exported.
@@ -74,7 +81,10 @@ const RANGES: [(usize, std::ops::Range<usize>); 4] =
 
 fn filled_cache(config: &CacheConfig) -> Result<KvCache> {
     let mut cache = CpuBackend::new().create_cache(config)?;
-    let rows = config.head_dim.both().map(|dim| config.num_kv_heads * dim);
+    let [k, v] = config.head_dim.both();
+    // Latents are K alone.
+    let v = if config.format.latents { 0 } else { v };
+    let rows = [k, v].map(|dim| config.num_kv_heads * dim);
     for (b, (len, _)) in RANGES.iter().enumerate() {
         let [k, v] = [0, 1].map(|side| noise(70 + 2 * b as u64 + side as u64, len * rows[side]));
         cache.append(b, &k, &v)?;

@@ -23,7 +23,7 @@ use crate::{
 const PAD: u8 = 0xa5;
 
 /// Format, head_dim, page_size, KV heads.
-const KINDS: [Shape; 22] = [
+const KINDS: [Shape; 24] = [
     ("int8", HeadDim::same(128), 64, 5),
     ("int8", HeadDim::same(80), 32, 1),
     ("int8-plain", HeadDim::same(128), 64, 3),
@@ -46,6 +46,8 @@ const KINDS: [Shape; 22] = [
     ("int4/int8", HeadDim { k: 64, v: 320 }, 16, 1),
     ("int4", HeadDim::same(512), 64, 1),
     ("int8-plain/int4-g4", HeadDim { k: 576, v: 512 }, 32, 1),
+    ("int8-latents", HeadDim { k: 576, v: 512 }, 64, 1),
+    ("int8-plain-latents", HeadDim { k: 192, v: 128 }, 16, 3),
 ];
 
 type Shape = (&'static str, HeadDim, usize, usize);
@@ -221,10 +223,11 @@ impl Job {
         })
     }
 
-    /// Elements of a token's K, and of its V.
+    /// Elements of a token's K, and of its V, which latents have none of.
     fn rows(&self) -> [usize; 2] {
-        let dims = self.config.head_dim.both();
-        dims.map(|dim| self.config.num_kv_heads * dim)
+        let [k, v] = self.config.head_dim.both();
+        let v = if self.config.format.latents { 0 } else { v };
+        [k, v].map(|dim| self.config.num_kv_heads * dim)
     }
 
     /// K and V of so many tokens.
@@ -396,6 +399,9 @@ impl Job {
             positions.push(Table::of_padding(b));
             for (i, (side, rows)) in sides.iter().zip(&mut rows).enumerate() {
                 let (row, padding) = (own[i], padding[i]);
+                if row == 0 {
+                    continue;
+                }
                 let row_bytes = side.bytes.len() / (self.lens.len() * tokens);
                 let end = row_bytes / row * (row + padding);
                 rows.resize(rows.len() + end, 0xff);

@@ -36,7 +36,7 @@ use self::{
     centred::{Centred, centred_shapes},
     covering::covering,
     inputs::{Inputs, aligned},
-    shapes::{chosen, short_ones, wide_rows},
+    shapes::{chosen, many_rows, short_ones, wide_rows},
 };
 use crate::{Kernels, address, numbers, paged_rows::PagedRows, pages::padded_at};
 
@@ -474,8 +474,17 @@ impl Shapes {
         Ok(())
     }
 
-    /// Shapes that are chosen for a kernel's own edges.
-    fn add_chosen(&mut self) -> Result<()> {
+    /// Shapes that are chosen for a kernel's own edges. What else attends those of `many_rows.cu` is left in `self.jobs`, and returned is the rest.
+    fn add_chosen(&mut self) -> Result<Vec<Job>> {
+        let of_table = std::mem::take(&mut self.jobs);
+        for case in many_rows() {
+            self.jobs.extend(without_copy_engine(&case)?);
+            self.add(case)?;
+        }
+        let (own, others): (Vec<Job>, Vec<Job>) = std::mem::take(&mut self.jobs)
+            .into_iter()
+            .partition(|job| job.plan.config.kernel.is_many_rows());
+        self.jobs = own;
         for case in chosen() {
             self.jobs.extend(without_copy_engine(&case)?);
             self.add(case)?;
@@ -493,7 +502,10 @@ impl Shapes {
                     .push(Job::of_long_plan(case.clone(), prefers(kernel))?);
             }
         }
-        self.add_centred(centred_shapes())
+        self.add_centred(centred_shapes())?;
+        let chosen = std::mem::replace(&mut self.jobs, of_table);
+        self.jobs.extend(others);
+        Ok(chosen)
     }
 
     /// By `many_rows.cu` alone, where it covers the shape.
@@ -547,19 +559,18 @@ pub fn trials(
     {
         shapes.add(case)?;
     }
-    let of_table = std::mem::take(&mut shapes.jobs);
-    shapes.add_chosen()?;
-    let jobs = match size {
-        Some(_) => of_table,
+    let mut jobs = shapes.add_chosen()?;
+    let others = match size {
+        Some(_) => shapes.jobs,
         None => {
-            let (jobs, left) = covering(of_table, &shapes.jobs);
+            let (others, left) = covering(shapes.jobs, &jobs);
             println!(
                 "decode: {left} kernels whose options meet in others are left to ATTN_TABLE=reduced"
             );
-            jobs
+            others
         }
     };
-    shapes.jobs.extend(jobs);
+    jobs.extend(others);
     println!(
         "decode: {} shapes of floats, too large to emulate or without a kernel, are left to GPUs",
         shapes.left
@@ -595,5 +606,5 @@ pub fn trials(
             Err(error) => Err(format!("{}: {error:#}", job.case).into()),
         })
     };
-    Ok(shapes.jobs.into_iter().map(trial).collect())
+    Ok(jobs.into_iter().map(trial).collect())
 }

@@ -10,9 +10,10 @@ struct ManyRowsConfig : KernelDefaults {
     static constexpr int TEAMS = WARPGROUPS / TEAM_WARPGROUPS;
     static constexpr int ROWS = 8 * ATTN_ROW_GROUPS * TEAM_WARPGROUPS;  // query rows of a work item
 
-    // Whether rows are wide: dims are too many for a warpgroup to hold the products and two states of 64 rows, or those of K and V are unlike. The warpgroups of
+    // Whether rows are wide: dims are too many for a warpgroup to hold the products and two states of 64 rows, or those of K and V are unlike; or latents. The warpgroups of
     // a team then have the same rows, each a share of V's dims, which they go through part after part (many_rows/wide.cuh).
-    static constexpr bool IS_WIDE = INTEGER && (K_DIM != V_DIM || V_DIM > 128);
+    static constexpr bool IS_WIDE = INTEGER && (K_DIM != V_DIM || V_DIM > 128 || LATENTS);
+    static constexpr int TURNERS = IS_WIDE && LATENTS ? 3 : 0;  // warps of the producers that turn latents into values
     static_assert(!IS_WIDE || TEAM_WARPGROUPS == WARPGROUPS, "select.rs");
     static constexpr int WARPGROUP_ROWS = IS_WIDE ? ROWS : ROWS / TEAM_WARPGROUPS;
     static constexpr int K_PARTS = IS_WIDE && K_DIM > 320 ? 2 : 1, V_PARTS = IS_WIDE && V_DIM > 256 ? 2 : 1;  // parts of dims, each of a tile in a stage of its own

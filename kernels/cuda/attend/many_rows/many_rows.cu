@@ -81,6 +81,10 @@ extern "C" __global__ void __launch_bounds__(Config::THREADS, 1) attn_decode(con
     auto unpacked_barriers_of = [&](int team) { return base + SharedMemory::BARRIERS + TEAMS * STAGES * 16 + team * UNPACKED_STAGES * 16; };
     if (Config::UNPACKS && threadIdx.x < TEAMS * UNPACKED_STAGES)
         UnpackedRing::init(unpacked_barriers_of(threadIdx.x / larger(UNPACKED_STAGES, 1)), threadIdx.x % larger(UNPACKED_STAGES, 1));
+    if (Config::TURNERS > 0 && threadIdx.x < STAGES) {
+        barrier_init(base + SharedMemory::COPIED + threadIdx.x * 8, 1);
+        barrier_init_fence();
+    }
     if (INTEGER && threadIdx.x < TILE) sts32(base + SharedMemory::THRESHOLDS + threadIdx.x * 4, float_bits(threshold(threadIdx.x)));
     if (threadIdx.x == Config::THREADS - 1) touch_params(p, base + SharedMemory::NOWHERE);
     after_dependencies(p);

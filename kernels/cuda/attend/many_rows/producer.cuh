@@ -2,6 +2,7 @@
 #pragma once
 #include "attend/many_rows/unpack.cuh"
 #include "attend/many_rows/work.cuh"
+#include "attend/tile/codes.cuh"
 
 namespace attn {
 
@@ -199,7 +200,26 @@ struct Unpacker {
 
 // ---- wide rows ----
 
-// Copies the team's spans in the order of its scheduler: all tiles of K, then all of V's first part, and so on, each part of a tile to a stage.
+// Of latents: the barrier that is behind those of a ring, of its stage: a part's bytes are copied, but not turned.
+DEVICE u32 copied(const Ring& ring) { return ring.barriers + (2 * Config::STAGES + ring.stage) * 8; }
+
+// Calls keys(first tile, tile, end) and values(…, part) for each span of the team's ranges in the order in which parts are copied: all tiles of K, then all of V's first
+// part, and so on.
+template <class Begin, class Keys, class Values> DEVICE void each_part(const DecodeParams& p, Scheduler& scheduler, WorkRange& range, int lane, Begin begin, Keys keys, Values values) {
+#pragma unroll 1
+    while (scheduler.next(p, range, lane)) {
+        begin();
+#pragma unroll 1
+        for (int first = range.first_tile(); first < range.end_tile(); first += 1 << SPAN_SHIFT) {
+            const int end = min(range.end_tile(), first + (1 << SPAN_SHIFT));
+            keys(first, end);
+#pragma unroll 1
+            for (int part = 0; part < Config::V_PARTS; part++) values(first, end, part);
+        }
+    }
+}
+
+// Copies the team's spans in the order of its scheduler, each part of a tile to a stage.
 struct PartCopier : TileCopier<RangeSource> {
     static constexpr int ENTRIES = (1 << SPAN_SHIFT) * PageTable::ENTRIES / PageTable::TILES;  // of a span, which begins with a page: up to two for each lane
     static constexpr int PART_PANELS = Keys::PANELS / Config::K_PARTS;
@@ -216,31 +236,39 @@ struct PartCopier : TileCopier<RangeSource> {
         int at = entry_at(tile) - entry_at(first_tile) + n;
         return __shfl_sync(~0u, ENTRIES > 32 && at >= 32 ? of_span[1] : of_span[0], at & 31);
     }
-    // Copies a part of the tile, by copy(run of the page, n, place).
-    template <class Copy> METHOD void copy_part(const DecodeParams& p, int first_tile, u32 bytes, Copy copy_entry) {
+    // Copies a part of the tile, by copy(run of the page, n, place). `is_turned`: other warps turn it, and say when it is there.
+    template <class Copy> METHOD void copy_part(const DecodeParams& p, int first_tile, u32 bytes, bool is_turned, Copy copy_entry) {
         u32 pages[PageTable::ENTRIES];
 #pragma unroll
         for (int n = 0; n < PageTable::ENTRIES; n++) pages[n] = page_of(first_tile, n);
         barrier_wait(ring.empty(), ring.phase ^ 1);
+        const u32 barriers = ring.barriers;
         if (copies()) {
+            if (LATENTS && !is_turned) barrier_arrive(copied(ring));  // its phases are the ring's
+            if (is_turned) ring.barriers = copied(ring) - ring.stage * 8;
             expect(bytes);
 #pragma unroll
             for (int n = 0; n < PageTable::ENTRIES; n++) copy_entry(run(p, pages[n]), n, ring.at());
         }
+        ring.barriers = barriers;
 #if !ATTN_BULK
         copy_async_arrive(ring.full());
 #endif
         ring.advance();
     }
+    // Panels of K, from the first on.
+    METHOD void copy_panels_of_keys(const u8* run, int first, int count, int n, u32 to) {
+        const u8* panels = run + first * PAGE * 16;
+        if (PAGE == TILE) copy(to, panels, count * TILE * 16);
+        else copy_panels<16>(to, panels, count, n);
+    }
     METHOD void copy_keys(const DecodeParams& p, int first_tile) {
-        constexpr int PARAMS = Keys::params(TILE), ALL_PARAMS = PARAMS + Values::params(TILE), EACH = param_bytes(Keys::SCHEME), EACH_V = param_bytes(Values::SCHEME);
+        constexpr int PARAMS = Keys::params(TILE), EACH = param_bytes(Keys::SCHEME), EACH_V = LATENTS ? 0 : param_bytes(Values::SCHEME);
 #pragma unroll 1
         for (int part = 0; part < Config::K_PARTS; part++) {
             const bool is_last = part + 1 == Config::K_PARTS;
-            copy_part(p, first_tile, Stage::K_PART + (is_last ? ALL_PARAMS : 0), [&](const u8* from, int n, u32 to) {
-                const u8* panels = from + part * PART_PANELS * PAGE * 16;
-                if (PAGE == TILE) copy(to, panels, Stage::K_PART);
-                else copy_panels<16>(to, panels, PART_PANELS, n);
+            copy_part(p, first_tile, Stage::K_PART + (is_last ? Stage::WIDE_PARAMS : 0), false, [&](const u8* from, int n, u32 to) {
+                copy_panels_of_keys(from, part * PART_PANELS, PART_PANELS, n, to);
                 if (!is_last) return;
                 if (EACH != 0) copy_panels<EACH>(to + Stage::K_PART, from + Run::K_PARAMS, 1, n);
                 if (EACH_V != 0) copy_panels<EACH_V>(to + Stage::K_PART + PARAMS, from + Run::V_PARAMS, 1, n);
@@ -249,37 +277,84 @@ struct PartCopier : TileCopier<RangeSource> {
     }
     METHOD void copy_values(const DecodeParams& p, int first_tile, int part) {
         constexpr int PANEL_BYTES = V_DIM * 16, PART_BYTES = PANEL_BYTES / Config::V_PARTS;  // of 16 tokens
-        copy_part(p, first_tile, Stage::V_PART, [&](const u8* from, int n, u32 to) {
+        copy_part(p, first_tile, Stage::V_PART, LATENTS, [&](const u8* from, int n, u32 to) {
+            if constexpr (LATENTS) {
+                constexpr int PANELS = Values::PANELS / Config::V_PARTS;
+                copy_panels_of_keys(from, part * PANELS, PANELS, n, to);
+                return;
+            }
             const u8* first = from + Run::V_CODES + in_page() / 16 * PANEL_BYTES + part * PART_BYTES;
 #pragma unroll
             for (int i = 0; i < PIECE / 16; i++) copy(to + (n * (PIECE / 16) + i) * PART_BYTES, first + i * PANEL_BYTES, PART_BYTES);
         });
     }
-    METHOD void copy_span(const DecodeParams& p, int first_tile, int end_tile) {
-        load_span(p, first_tile);
-        if (end_tile > appended) {
-            wait_for_dependencies();
-            appended = 0x7fffffff;
-        }
-#pragma unroll 1
-        for (tile = first_tile; tile < end_tile; tile++) copy_keys(p, first_tile);
-#pragma unroll 1
-        for (int part = 0; part < Config::V_PARTS; part++)
-#pragma unroll 1
-            for (tile = first_tile; tile < end_tile; tile++) copy_values(p, first_tile, part);
-    }
     METHOD void copy_all(const DecodeParams& p, Scheduler scheduler) {
         static_assert(WINDOW == 0 || !Config::IS_WIDE, "select.rs");
         WorkRange& range = source.range;
-#pragma unroll 1
-        while (scheduler.next(p, range, lane)) {
+        const auto begin = [&] {
             runs = p.k + range.kv_head * Run::BYTES;
             appended = first_appended_tile(p, range.kv_len);
             prefetch_queries(p, range, lane);
+        };
+        const auto keys = [&](int first_tile, int end_tile) {
+            load_span(p, first_tile);
+            if (end_tile > appended) {
+                wait_for_dependencies();
+                appended = 0x7fffffff;
+            }
 #pragma unroll 1
-            for (int first = range.first_tile(); first < range.end_tile(); first += 1 << SPAN_SHIFT)
-                copy_span(p, first, min(range.end_tile(), first + (1 << SPAN_SHIFT)));
-        }
+            for (tile = first_tile; tile < end_tile; tile++) copy_keys(p, first_tile);
+        };
+        const auto values = [&](int first_tile, int end_tile, int part) {
+#pragma unroll 1
+            for (tile = first_tile; tile < end_tile; tile++) copy_values(p, first_tile, part);
+        };
+        each_part(p, scheduler, range, lane, begin, keys, values);
+    }
+};
+
+// The turner-th of the warps that turn latents into values where they lie in a stage. A panel of 16 dims has a token's side by side; then those of a dim's tokens are, in
+// slot order: [half of the dims][16 tokens][dim][16 bytes].
+struct Turner {
+    static constexpr int PANELS = Values::PANELS / Config::V_PARTS, PANEL_BYTES = TILE * 16, BARRIER = 7;  // a named barrier that no other warps use (warpgroup.cuh)
+    Ring ring;
+    int turner, lane;
+
+    METHOD void turn_panel(u32 at) const {
+        u32 x[4][2];
+        load_value_rows({at, 0}, 0, lane, x);
+        __syncwarp();
+#pragma unroll
+        for (int n = 0; n < 4; n++)
+#pragma unroll
+            for (int e = 0; e < 2; e++) {
+                const int dim = 2 * (lane / 4) + e;
+                sts32(at + dim / 8 * 512 + n * 128 + dim % 8 * 16 + 4 * (lane % 4), x[n][e]);
+            }
+    }
+    METHOD void turn_part() {
+        barrier_wait(copied(ring), ring.phase);
+#pragma unroll 2
+        for (int panel = turner; panel < PANELS; panel += Config::TURNERS) turn_panel(ring.at() + panel * PANEL_BYTES);
+        fence_async();  // products see what is turned
+        barrier_of<32 * larger(Config::TURNERS, 1)>(BARRIER);
+        if (turner == 0 && lane == 0) barrier_arrive(ring.full());
+        ring.advance();
+    }
+    METHOD void turn_all(const DecodeParams& p, Scheduler scheduler) {
+        WorkRange range;
+        const auto keys = [&](int first_tile, int end_tile) {
+#pragma unroll 1
+            for (int i = (end_tile - first_tile) * Config::K_PARTS; i > 0; i--) {
+                barrier_wait(copied(ring), ring.phase);  // else a phase could be taken for the one before it
+                ring.advance();
+            }
+        };
+        const auto values = [&](int first_tile, int end_tile, int) {
+#pragma unroll 1
+            for (int i = first_tile; i < end_tile; i++) turn_part();
+        };
+        each_part(p, scheduler, range, lane, [] {}, keys, values);
     }
 };
 
@@ -290,6 +365,8 @@ DEVICE void produce(const DecodeParams& p, const RowMaps* maps, const Scheduler&
         copier.ring = ring;
         copier.lane = lane;
         if (unpacker == 0) copier.copy_all(p, scheduler);
+        if constexpr (LATENTS)
+            if (unpacker > 0) Turner{ring, unpacker - 1, lane}.turn_all(p, scheduler);
         wait_for_dependencies();
         return;
     }

@@ -32,7 +32,8 @@ struct SharedMemory {
         THRESHOLDS = STATES + (Config::IS_WIDE ? +SpanMemory::BYTES : INTEGER ? Config::WARPGROUPS * 64 * V_DIM * 4 : 0),  // of integers: float [TILE]
         SCALES = THRESHOLDS + (INTEGER ? TILE * 4 : 0),                                             // of values in bytes: float [WARPGROUPS][4 warps][TILE]
         BARRIERS = SCALES + (INTEGER && !Values::HAS_NIBBLES ? Config::WARPGROUPS * 4 * TILE * 4 : 0),  // u64 [TEAMS][2][STAGES], then [TEAMS][2][UNPACKED_STAGES]: full, empty
-        SUMS = BARRIERS + Config::TEAMS * (Config::STAGES + Config::UNPACKED_STAGES) * 16,          // u32 [THREADS / 32]
+        COPIED = BARRIERS + Config::TEAMS * (Config::STAGES + Config::UNPACKED_STAGES) * 16,        // of latents: u64 [STAGES][2], one of which is unused
+        SUMS = COPIED + (Config::TURNERS ? Config::STAGES * 16 : 0),                                // u32 [THREADS / 32]
         ARRIVALS_AT = SUMS + 64,                                                                    // Arrival [TEAMS]
         NOWHERE = ARRIVALS_AT + 16 * Config::TEAMS,
         SCHEDULERS = NOWHERE + 16,                                                                  // SpanRangeScheduler [TEAMS], or of each ItemQueueScheduler its barriers, then items

@@ -82,7 +82,7 @@ struct WideTiles : IntegerRows {
         const u32 params = ring.at() + Stage::K_PART;
         KeyParams k;
         read_keys(params, k);
-        prepare_weights(index, params + Keys::params(TILE));
+        prepare_weights(index, LATENTS ? params : params + Keys::params(TILE));
         release_stages(ring, 1, lane);
         float s[SUMS_OF_TILE];
         find_scores(sums, index, k, s);
@@ -157,11 +157,12 @@ struct WideTiles : IntegerRows {
     }
     // Begins the products of a piece with what lies at `at`.
     METHOD void multiply_piece(u32 at, int piece, const Weights& w, int (&values)[PIECE]) const {
-        constexpr int PANEL_BYTES = V_DIM / Config::V_PARTS * 16;  // of 16 tokens
-        u64 v = matrices(at + warpgroup * Config::PART_DIMS * 16, PANEL_BYTES);
+        // Bytes from 16 tokens to the next ones, and from eight dims to the next ones: by tokens, or as `Turner` leaves latents.
+        constexpr int ALONG = LATENTS ? 128 : V_DIM / Config::V_PARTS * 16, ACROSS = LATENTS ? 512 : 128;
+        u64 v = matrices(at + warpgroup * Config::PART_DIMS / 8 * ACROSS, ALONG, ACROSS);
         products_begin();
 #pragma unroll
-        for (int i = 0; i < 2; i++) Products<true>::multiply_unsigned(values, w.a[i], matrices_behind(v, i * 2 * PANEL_BYTES + piece * PIECE * 32), i > 0);
+        for (int i = 0; i < 2; i++) Products<true>::multiply_unsigned(values, w.a[i], matrices_behind(v, i * 2 * ALONG + piece * PIECE / 4 * ACROSS), i > 0);
         products_commit();
     }
     METHOD float row_number(int of, int tile, int h) const { return bits_float(lds32(row_place(of, tile, thread_row(h)))); }

@@ -38,7 +38,7 @@ DEVICE void attend_tile(const DecodeParams& p, const TileOf& tile, const ItemRow
     wait_values(next, tile.residuals, at);
     auto weights = team.shared_weights(s);
     Rescale r = enter_tile(state, exponents);
-    SideParams<Values::SCHEME, RowScales> v = {at.v.at + Stage::V_CODES, Stage::V_STRIDE, {p.v_scales, p.v_scale_strides, tile.sequence, tile.kv_head, t0}};
+    SideParams<Values::SCHEME, RowScales> v = {at.v.at + Stage::V_PARAMS, Stage::V_STRIDE, {p.v_scales, p.v_scale_strides, tile.sequence, tile.kv_head, t0}};
     auto is_fine = [&](int g, int e) { return tile.is_first || rows.tile[g][e] < tile.index + Values::WINDOW; };
     tile_values(at, v, full, min(TILE, tile.kv_len - t0), weights, r, team, is_fine, state);
     reader.values_are_read(tile.residuals);

@@ -28,13 +28,23 @@ pub(super) fn chosen() -> Vec<Case> {
         let format = format.parse().expect("a format's name");
         all.push(Case::new([2, 1], HeadDim::from(dim), &[300, 70], format));
     }
+    // Latents that are stored once, of few rows: pages that hold a part of a tile, all of it, and more.
+    for (page_size, dim) in [(16, (128, 128)), (64, (192, 128)), (128, (576, 512))] {
+        let mut latents = Case::new(
+            [6, 1],
+            HeadDim::from(dim),
+            &[300, 70],
+            KvFormat::INT8_LATENTS,
+        );
+        latents.page_size = page_size;
+        all.push(latents);
+    }
     // Rows of contiguous caches and of pages of 16 and 128 tokens, over many tiles.
     for (build, seed) in [(Build::Bnsh, 0), (Build::Bsnh, 3)] {
         let mut rows = Case::new([4, 1], 64, &[1500, 300, 64], KvFormat::same(PLAIN));
         (rows.build, rows.seed) = (build, seed);
         all.push(rows);
     }
-    all.extend(many_rows());
     all.extend(windows());
     all.extend(far_first_tiles());
     all
@@ -150,6 +160,25 @@ pub(super) fn wide_rows() -> Vec<Case> {
         // Spans of a work item in many teams, and more work items than eight for each.
         (64, [12, 1], (64, 128).into(), &[4500, 70], &[1, 1], "int8"),
         (64, [12, 1], (64, 128).into(), &[130; 40], &[1; 40], "int8"),
+        // Latents that are stored once: pages of every size, several spans, whole work items, narrower ones.
+        (
+            64,
+            [16, 1],
+            latents,
+            &[1100, 70, 0],
+            &[1, 1, 1],
+            "int8-latents",
+        ),
+        (128, [20, 1], latents, &[140, 64], &[2, 1], "int8-latents"),
+        (
+            16,
+            [12, 1],
+            (320, 256).into(),
+            &[1100, 70],
+            &[2, 1],
+            "int8-plain-latents",
+        ),
+        (32, [12, 1], same(128), &[130; 40], &[1; 40], "int8-latents"),
     ];
     let mut all: Vec<Case> = shapes
         .into_iter()
@@ -180,7 +209,7 @@ pub(super) fn wide_rows() -> Vec<Case> {
 }
 
 /// Shapes of `many_rows.cu`: one warp's rows and two warpgroups', spans that several teams have, whole work items, every mask and scheme.
-fn many_rows() -> Vec<Case> {
+pub(super) fn many_rows() -> Vec<Case> {
     let case = |heads, dim, kv_lens: &[usize], q_lens: &[usize], format: &str| {
         let format = format.parse().expect("a format's name");
         let mut case = Case::new(heads, dim, kv_lens, format);
