@@ -16,7 +16,8 @@ constexpr bool LATENTS = ATTN_LATENTS;  // V is the first elements of K, as thes
 constexpr bool V_LIES_ALONG_TOKENS = Values::BITS < 16 && !LATENTS;  // in pages; else it lies as K does
 using Run = RunOf<Keys, Values, PAGE, LATENTS>;
 
-static_assert(!LATENTS || (Keys::BITS == 8 && Keys::SCHEME == Values::SCHEME && Keys::GROUPS == 1 && V_DIM <= K_DIM && V_DIM % (is_rotated(ATTN_K) ? Values::ROTATED_BLOCK : 1) == 0),
+static_assert(!LATENTS || (Keys::BITS == 8 && Keys::SCHEME == Values::SCHEME && Keys::GROUPS == 1 && V_DIM <= K_DIM &&
+                           V_DIM % (is_rotated(ATTN_K) ? Values::ROTATED_BLOCK : 1) == 0),
               "KvFormat::check");
 
 constexpr bool INTEGER = Keys::IS_INTEGER && Values::IS_INTEGER;  // whether all products are of integers

@@ -205,7 +205,8 @@ DEVICE u32 copied(const Ring& ring) { return ring.barriers + (2 * Config::STAGES
 
 // Calls keys(first tile, tile, end) and values(…, part) for each span of the team's ranges in the order in which parts are copied: all tiles of K, then all of V's first
 // part, and so on.
-template <class Begin, class Keys, class Values> DEVICE void each_part(const DecodeParams& p, Scheduler& scheduler, WorkRange& range, int lane, Begin begin, Keys keys, Values values) {
+template <class Begin, class Keys, class Values>
+DEVICE void each_part(const DecodeParams& p, Scheduler& scheduler, WorkRange& range, int lane, Begin begin, Keys keys, Values values) {
 #pragma unroll 1
     while (scheduler.next(p, range, lane)) {
         begin();
