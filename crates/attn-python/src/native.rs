@@ -125,14 +125,13 @@ impl Plan {
                     (KvLayout::Pages(options.page_size), Some(launches))
                 }
             };
-            let plan = match (options.ragged, options.spans) {
-                (_, true) => gpu.prepare_spans(&problem, format, kv)?,
-                (true, _) => gpu.prepare_ragged(&problem, format, kv)?,
+            let plan = match (options.spans, options.ragged, options.centres) {
+                (true, ..) => gpu.prepare_spans(&problem, format, kv)?,
+                (_, true, true) => gpu.prepare_ragged_with_centres(&problem, format, kv)?,
+                (_, true, false) => gpu.prepare_ragged(&problem, format, kv)?,
+                (_, _, true) => gpu.prepare_with_centres(&problem, format, kv)?,
                 _ => gpu.prepare(&problem, format, kv)?,
             };
-            if options.centres {
-                gpu.load_with_centres(&plan)?;
-            }
             Ok((plan, launches, layout))
         };
         let (plan, launches, layout) = py.detach(prepare).map_err(errors::of)?;

@@ -340,7 +340,7 @@ impl CudaBackend {
         format: KvFormat,
         layout: KvLayout,
     ) -> Result<NativePlan, Error> {
-        self.plan(PlanKind::Known, problem, format, layout)
+        self.plan((PlanKind::Known, false), problem, format, layout)
     }
 
     /// Prepares, as [`CudaBackend::prepare`] does, for steps whose sequences bring any numbers of query tokens: what the problem says of `q_lens` is how many
@@ -355,28 +355,48 @@ impl CudaBackend {
         format: KvFormat,
         layout: KvLayout,
     ) -> Result<NativePlan, Error> {
-        self.plan(PlanKind::Ragged, problem, format, layout)
+        self.plan((PlanKind::Ragged, false), problem, format, layout)
     }
 
-    /// Loads (at first compiles) the kernel for keys that lack centres of K, too, which the first launch over them does otherwise; not for use inside a capture.
+    /// As [`CudaBackend::prepare`], for steps over keys that lack centres of K ([`CudaBackend::decode_with_centres_on`]): their kernel is loaded in place of the other one, which
+    /// a launch over other keys would load first.
     ///
     /// # Errors
-    /// [`Error::Parameter`] for a format whose caches have no centres; [`Error::Device`].
-    pub fn load_with_centres(&self, plan: &NativePlan) -> Result<(), Error> {
-        plan.format.check_centres()?;
-        self.device.bind()?;
-        plan.kernel(&self.device, true).map(drop)
-    }
-
-    fn plan(
+    /// [`Error::Parameter`] for a format whose caches have no centres; those of [`CudaBackend::prepare`].
+    pub fn prepare_with_centres(
         &self,
-        kind: PlanKind,
         problem: &Problem,
         format: KvFormat,
         layout: KvLayout,
     ) -> Result<NativePlan, Error> {
+        self.plan((PlanKind::Known, true), problem, format, layout)
+    }
+
+    /// As [`CudaBackend::prepare_ragged`], for keys that lack centres of K.
+    ///
+    /// # Errors
+    /// Those of [`CudaBackend::prepare_with_centres`].
+    pub fn prepare_ragged_with_centres(
+        &self,
+        problem: &Problem,
+        format: KvFormat,
+        layout: KvLayout,
+    ) -> Result<NativePlan, Error> {
+        self.plan((PlanKind::Ragged, true), problem, format, layout)
+    }
+
+    fn plan(
+        &self,
+        (kind, centres): (PlanKind, bool),
+        problem: &Problem,
+        format: KvFormat,
+        layout: KvLayout,
+    ) -> Result<NativePlan, Error> {
+        if centres {
+            format.check_centres()?;
+        }
         self.device.bind()?;
-        let plan = prepare(kind, &self.device, problem, (format, layout), false)?;
+        let plan = prepare(kind, &self.device, problem, (format, layout), centres)?;
         plan.launch_plan.check_longest(problem)?;
         Ok(plan)
     }
@@ -443,7 +463,7 @@ impl CudaBackend {
         format: KvFormat,
         layout: KvLayout,
     ) -> Result<NativePlan, Error> {
-        self.plan(PlanKind::Spans, problem, format, layout)
+        self.plan((PlanKind::Spans, false), problem, format, layout)
     }
 
     /// Enqueues the attention of a shard, and leaves the states of its spans, which [`MergeSpansArgs`](crate::native::MergeSpansArgs) merges with those of other shards:

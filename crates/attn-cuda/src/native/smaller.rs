@@ -98,7 +98,7 @@ fn kernels(
 impl CudaBackend {
     /// Loads the kernels of all plans over such pages that are no larger than this one: for at most as many sequences, query tokens, and tokens of a sequence. Those that
     /// no image exists of are compiled side by side, which takes seconds; not for use inside a capture. Returns how many there are. They are for keys that lack centres of K where
-    /// [`CudaBackend::load_with_centres`] has loaded the plan's.
+    /// the plan's is.
     ///
     /// # Errors
     /// Those of [`CudaBackend::prepare`].

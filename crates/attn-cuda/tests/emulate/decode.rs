@@ -131,6 +131,10 @@ impl Job {
         }))
     }
 
+    fn is_known_many_rows(&self) -> bool {
+        self.plan.config.kernel.is_many_rows() && self.kind == PlanKind::Known
+    }
+
     /// A shape by a plan for sequences of [`REACH`] tokens, on a GPU that is large for it.
     fn of_long_plan(case: Case, preferences: Preferences) -> Result<Self> {
         let limits = DeviceLimits::new(Arch::Sm90a.shared_limit(), 24);
@@ -474,7 +478,7 @@ impl Shapes {
         Ok(())
     }
 
-    /// Shapes that are chosen for a kernel's own edges. What else attends those of `many_rows.cu` is left in `self.jobs`, and returned is the rest.
+    /// Shapes that are chosen for a kernel's own edges. What else attends those of `many_rows.cu`, or by a list of the device's, is left in `self.jobs`; the rest is returned.
     fn add_chosen(&mut self) -> Result<Vec<Job>> {
         let of_table = std::mem::take(&mut self.jobs);
         for case in many_rows() {
@@ -483,7 +487,7 @@ impl Shapes {
         }
         let (own, others): (Vec<Job>, Vec<Job>) = std::mem::take(&mut self.jobs)
             .into_iter()
-            .partition(|job| job.plan.config.kernel.is_many_rows());
+            .partition(|job| job.is_known_many_rows());
         self.jobs = own;
         for case in chosen() {
             self.jobs.extend(without_copy_engine(&case)?);
