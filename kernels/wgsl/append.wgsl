@@ -345,7 +345,13 @@ fn append(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation
 #end
     if workgroup.z == 0u {
         append_chunks_0(job, head, tid);
-    } else {
+    }
+#if LATENTS
+    // A binding that nothing reads would be in no layout.
+    _ = arrayLength(&source_1);
+#else
+    else {
         append_chunks_1(job, head, tid);
     }
+#end
 }

@@ -1,15 +1,16 @@
 // values.wgsl: V's codes and parameters, and the product of a tile's weights with V, folded into the state (docs/arithmetic.md, sections 5 and 6).
 // The number of lanes that have a dim.
-#let DIM_LANES = VIEW && V_BITS == 8 ? VD / 4 : V_ROWS
+#let DIM_LANES = V_BY_WORDS ? VD / 4 : V_ROWS
 
 // The place of a token of a tile in V's slot order.
 fn slot_of(token: u32) -> u32 {
     return (token >> 4u) * 16u + 4u * ((token & 7u) >> 1u) + 2u * ((token >> 3u) & 1u) + (token & 1u);
 }
 
-// The lane's j-th dim, which may lie past the end. A lane has the four dims of a word of a view's bytes, and pairs of dims that share bytes of 4-bit V.
+// The lane's j-th dim, which may lie past the end. A lane has the four dims of a word of bytes that lie along the dims (V_BY_WORDS: in views and latents), and pairs of
+// dims that share bytes of 4-bit V.
 fn dim_of(lane: u32, j: u32) -> u32 {
-#if VIEW && V_BITS == 8
+#if V_BY_WORDS
     return 4u * (lane + $(T)u * (j >> 2u)) + (j & 3u);
 #elif V_BITS == 4
     let row = lane + $(T)u * (j >> 1u);
@@ -107,12 +108,24 @@ shifts[$(64 * g)u + lane] = v_$(g).y;
 
 // Loads the V codes of chunk C of the tile.
 #def load_v(C): pages_at, head, kv_len, tile, lane, last, v_tile -> v_raw_*
-#if VIEW
+#if V_BY_WORDS
 // Four tokens of four dims at a time, transposed: a word has the tokens of one dim.
+let word_$(C) = min(lane + $(T * C)u, $(VD / 4 - 1)u);
 #for n in 0..4
+#if VIEW
+#elif PAGED
+let latents_$(C)_$(n) = TokenAddr(v_tile.buffer, v_tile.at, (tile % $(PS / 64)u) * 64u + $(16 * n)u);
+#else
+let latents_$(C)_$(n) = place_of(pages_at, head, min(tile * 64u + $(16 * n)u, last));
+#end
 #for c in 0..4
 #for e in 0..4
-let w_$(C)_$(n)_$(c)_$(e) = pool_1[view_row(pages_at + 3u, head, min(tile * 64u + $(16 * n + 2 * c + e % 2 + e / 2 * 8)u, last)) + min(lane + $(T * C)u, $(VD / 4 - 1)u)];
+#let TOKEN = 2 * c + e % 2 + e / 2 * 8
+#if VIEW
+let w_$(C)_$(n)_$(c)_$(e) = pool_1[view_row(pages_at + 3u, head, min(tile * 64u + $(16 * n + TOKEN)u, last)) + word_$(C)];
+#else
+let w_$(C)_$(n)_$(c)_$(e) = load_word(latents_$(C)_$(n).buffer, (latents_$(C)_$(n).at + (word_$(C) >> 2u) * $(PS)u + latents_$(C)_$(n).token + $(TOKEN)u) * 4u + (word_$(C) & 3u));
+#end
 #end
 #for h in 0..2
 let even_$(C)_$(n)_$(c)_$(h) = (w_$(C)_$(n)_$(c)_$(2 * h) & 0x00FF00FFu) | ((w_$(C)_$(n)_$(c)_$(2 * h + 1) & 0x00FF00FFu) << 8u);

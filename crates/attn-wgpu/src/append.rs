@@ -9,6 +9,7 @@ use attn_core::{
     arithmetic::ROUND,
     cache::{check_pages, check_writes, tokens_of},
     centres::{CENTRES, centre_of},
+    layout::Side,
 };
 use attn_kernels::wgsl::{
     append::AppendKey,
@@ -123,10 +124,10 @@ fn sources_of(writes: &[TokenWrite]) -> Range<usize> {
     sources().min().unwrap_or(0)..sources().max().map_or(0, |last| last + 1)
 }
 
-/// Bytes of a token's K, and of its V, in f32.
+/// Bytes of a token's K, and of its V, in f32; of latents there is no V.
 fn row_bytes(pool: &Pool) -> [usize; 2] {
-    let heads = pool.layout.num_kv_heads();
-    pool.layout.head_dim().both().map(|dim| 4 * heads * dim)
+    let shapes = pool.layout.shapes(1);
+    shapes.map(|shape| 4 * shape.iter().product::<usize>())
 }
 
 /// Refuses buffers that cannot hold `tokens` tokens of a cache, or that no kernel can bind.
@@ -238,12 +239,17 @@ impl Appender {
             .map(|(sources, chunk)| self.launch(pool, layer, chunk, sources.start, &bindings))
             .collect::<Result<Vec<_>, _>>()?;
         for ((sources, _), launch) in chunks.iter().zip(&launches) {
-            let [k, v] = [k.packed(sources.clone())?, v.packed(sources.clone())?];
-            gpu.guarded("writing tokens", || {
-                for (buffer, x) in [(&staging.k, &k), (&staging.v, &v)] {
-                    gpu.queue.write_buffer(buffer, 0, bytemuck::cast_slice(x));
-                }
-            })?;
+            for side in pool.layout.format().stored_sides() {
+                let (buffer, rows) = match side {
+                    Side::K => (&staging.k, &k),
+                    Side::V => (&staging.v, &v),
+                };
+                let rows = rows.packed(sources.clone())?;
+                gpu.guarded("writing tokens", || {
+                    gpu.queue
+                        .write_buffer(buffer, 0, bytemuck::cast_slice(&rows));
+                })?;
+            }
             let mut encoder = gpu.device.create_command_encoder(&Default::default());
             dispatch(gpu, &mut encoder, launch)?;
             gpu.submit("appending", encoder)?;
@@ -289,9 +295,11 @@ impl Appender {
     ) -> Result<(), Error> {
         check_buffers(pool, tokens, sources)?;
         check(pool, writes, tokens)?;
-        let [in_k, in_v] = row_bytes(pool);
-        let first = |i: usize, row| pipeline::first(sources[i], (tokens * row) as u64);
-        let sources = [first(0, in_k), first(1, in_v)];
+        let rows = row_bytes(pool);
+        let first = |i: usize| pipeline::first(sources[i], (tokens * rows[i]) as u64);
+        // A binding has some bytes, where nothing reads it, too.
+        let of_v = if rows[1] > 0 { 1 } else { 0 };
+        let sources = [first(0), first(of_v)];
         if writes.is_empty() {
             return Ok(());
         }

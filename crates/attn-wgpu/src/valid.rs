@@ -80,7 +80,9 @@ fn each_specialisation(mut each: impl FnMut(&str, &str)) {
     let unlike = unlike.map(|(dim, page_size, rows)| (HeadDim::from(dim), page_size, rows));
     let shapes: Vec<_> = shapes.into_iter().chain(unlike).collect();
     let formats = Scheme::ALL.map(|k| Scheme::ALL.map(|v| KvFormat::new(k, v)));
-    for (i, format) in formats.into_iter().flatten().enumerate() {
+    let all = formats.into_iter().flatten();
+    let all = all.chain([KvFormat::INT8_LATENTS; 4]);
+    for (i, format) in all.enumerate() {
         // Three shapes of each pair, by turns: all of them would take minutes.
         let own = shapes.iter().cycle().skip(i % shapes.len());
         for &(head_dim, page_size, rows) in own.step_by(4).take(3) {

@@ -2,7 +2,7 @@
 
 use std::sync::LazyLock;
 
-use attn_core::{HeadDim, Int8Scale, KvFormat, PageLayout, Scheme, layout::Side, rotation};
+use attn_core::{HeadDim, Int8Scale, KvFormat, PageLayout, Scheme, layout::Side};
 
 use super::{
     params::{AppendParams, ArithmeticParams, CentreParams, DecodeParams},
@@ -28,12 +28,9 @@ fn scheme_number(scheme: Scheme) -> usize {
     }
 }
 
-/// Stages of butterflies that rotate a row of a scheme; none where it is not rotated.
-fn strides(scheme: Scheme, dim: usize) -> usize {
-    match scheme.is_rotated() {
-        true => rotation::block(dim).ilog2() as usize,
-        false => 0,
-    }
+/// Stages of butterflies that rotate a row by blocks; none where it is not rotated.
+fn strides(block: Option<usize>) -> usize {
+    block.map_or(0, |block| block.ilog2() as usize)
 }
 
 /// Sets constants by name.
@@ -52,6 +49,7 @@ pub(super) fn layout_constants(format: KvFormat, head_dim: HeadDim, page_size: u
     let layout = PageLayout::new(format, head_dim, page_size, 1);
     let layout = layout.expect("kernels are chosen for checked layouts");
     let (k, v) = (format.k, format.v);
+    let [k_block, v_block] = format.rotated_blocks(head_dim);
     let v_residuals = layout.residual(Side::V).map_or(0, |part| part.codes.start);
     let mut constants = Constants::new();
     for (number, name) in SCHEMES.iter().enumerate() {
@@ -72,8 +70,9 @@ pub(super) fn layout_constants(format: KvFormat, head_dim: HeadDim, page_size: u
             ("VG", v.groups(head_dim.v)),
             ("K_SCALED", usize::from(k.has_row_scales())),
             ("V_SCALED", usize::from(v.has_row_scales())),
-            ("K_STRIDES", strides(k, head_dim.k)),
-            ("V_STRIDES", strides(v, head_dim.v)),
+            ("K_STRIDES", strides(k_block)),
+            ("V_STRIDES", strides(v_block)),
+            ("LATENTS", usize::from(format.latents)),
             ("K_WINDOW", k.window().tiles()),
             ("V_WINDOW", v.window().tiles()),
             ("V_RESIDUALS", v_residuals / 16),

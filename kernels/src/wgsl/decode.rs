@@ -1,6 +1,6 @@
 //! The specialisation of `decode_split.wgsl` and `decode_merge.wgsl`.
 
-use attn_core::{HeadDim, Int8Scale, KvFormat, Problem, Scheme, rotation};
+use attn_core::{HeadDim, Int8Scale, KvFormat, Problem, Scheme};
 
 use super::{
     Constants, SpecialiseError,
@@ -44,10 +44,8 @@ impl DecodeKey {
     /// whole blocks where V is rotated.
     fn merge_dims(&self) -> usize {
         let dim = self.head_dim.v;
-        let block = match self.format.v.is_rotated() {
-            true => rotation::block(dim),
-            false => 1,
-        };
+        let [_, block] = self.format.rotated_blocks(self.head_dim);
+        let block = block.unwrap_or(1);
         match self.split {
             Split::Segment => dim.min(MERGE_THREADS.next_multiple_of(block)),
             Split::Tile => block.max(32),
@@ -101,11 +99,11 @@ fn decode_constants(key: &DecodeKey) -> Constants {
     let mut constants = layout_constants(key.format, key.head_dim, key.page_size);
     let (d, r) = (key.head_dim.v, key.rows);
     let group_dims = d / v.groups(d);
-    // Dims of a lane: of 4-bit V pairs of them, as they share bytes; of a view's bytes the four of a word. Long rows take turns.
+    // Dims of a lane: of 4-bit V pairs of them, as they share bytes; of bytes along the dims, as views and latents have them, the four of a word. Long rows take turns.
     let v_rows = if v.code_bits() == 4 { d / 2 } else { d };
-    let by_words = key.view && v.code_bits() == 8;
+    let by_words = v.code_bits() == 8 && (key.view || key.format.latents);
     let chunks = match (v.code_bits(), d) {
-        _ if by_words => 1,
+        _ if by_words => d.div_ceil(4 * LANES),
         (8 | 16, 192) => 3,
         _ => d.div_ceil(128),
     };
@@ -127,6 +125,7 @@ fn decode_constants(key: &DecodeKey) -> Constants {
         ("GD", group_dims),
         ("CH", chunks),
         ("DPL", dims_per_lane),
+        ("V_BY_WORDS", usize::from(by_words)),
         ("V_ROWS", v_rows),
         ("RPL", rows_per_lane),
     ];
