@@ -12,7 +12,8 @@ struct Ring {
     int stage;
     u32 phase;
 
-    static constexpr int COPIERS = ATTN_BULK && PAGE != 0 ? 1 : 32;  // lanes that arrive at `full`: that of the copy engine, or all
+    static constexpr int COPIERS = (ATTN_BULK && PAGE != 0 ? 1 : 32) +
+                                   Config::TURNERS;  // lanes that arrive at `full`: that of the copy engine, or all; and one of each warp that turns a stage
 
     // Called by one thread per stage before the ring is used.
     DEVICE void init(u32 barriers, int stage) {

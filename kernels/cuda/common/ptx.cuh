@@ -108,6 +108,10 @@ DEVICE void ldmatrix_x4_trans(u32 (&x)[4], u32 at) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(at));
 }
+// The reverse of ldmatrix_x4; of Hopper.
+DEVICE void stmatrix_x4(u32 at, u32 a, u32 b, u32 c, u32 d) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" :: "r"(at), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+}
 
 // Transposes 8 × 8 halves: lane 4r + c has columns 2c, 2c + 1 of row r, and gets those of the transposed.
 DEVICE u32 transposed(u32 x) {

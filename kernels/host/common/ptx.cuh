@@ -172,6 +172,13 @@ DEVICE void ldmatrix_x1(u32 (&x)[1], u32 at) { load_matrices(MATRIX_1, x, at); }
 DEVICE void ldmatrix_x2(u32 (&x)[2], u32 at) { load_matrices(MATRIX_2, x, at); }
 DEVICE void ldmatrix_x4(u32 (&x)[4], u32 at) { load_matrices(MATRIX_4, x, at); }
 DEVICE void ldmatrix_x4_trans(u32 (&x)[4], u32 at) { load_matrices(MATRIX_4_TRANSPOSED, x, at); }
+DEVICE void stmatrix_x4(u32 at, u32 a, u32 b, u32 c, u32 d) {
+    const u32 x[4] = {a, b, c, d};
+    for (int i = 0; i < 4; i++) {
+        const u32 row = __shfl_sync(~0u, at, 8 * i + lane_id() / 4);
+        sts32(row + lane_id() % 4 * 4, x[i]);
+    }
+}
 DEVICE u32 transposed(u32 x) { return warp_op(TRANSPOSE, x); }
 
 // ---- tensor cores ----

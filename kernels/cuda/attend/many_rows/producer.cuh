@@ -245,7 +245,8 @@ struct PartCopier : TileCopier<RangeSource> {
         barrier_wait(ring.empty(), ring.phase ^ 1);
         const u32 barriers = ring.barriers;
         if (copies()) {
-            if (LATENTS && !is_turned) barrier_arrive(copied(ring));  // its phases are the ring's
+            // One of the two is for the bytes, and the other's phases go with it.
+            if (LATENTS) barrier_arrive(is_turned ? ring.full() : copied(ring));
             if (is_turned) ring.barriers = copied(ring) - ring.stage * 8;
             expect(bytes);
 #pragma unroll
@@ -317,30 +318,39 @@ struct PartCopier : TileCopier<RangeSource> {
 // The turner-th of the warps that turn latents into values where they lie in a stage. A panel of 16 dims has a token's side by side; then those of a dim's tokens are, in
 // slot order: [half of the dims][16 tokens][dim][16 bytes].
 struct Turner {
-    static constexpr int PANELS = Values::PANELS / Config::V_PARTS, PANEL_BYTES = TILE * 16, BARRIER = 7;  // a named barrier that no other warps use (warpgroup.cuh)
+    static constexpr int PANELS = Values::PANELS / Config::V_PARTS, PANEL_BYTES = TILE * 16;
     Ring ring;
     int turner, lane;
 
-    METHOD void turn_panel(u32 at) const {
-        u32 x[4][2];
-        load_value_rows({at, 0}, 0, lane, x);
+    // So many panels at once, as each load takes longer than the others' stores.
+    template <int N> METHOD void turn_panels(u32 at) const {
+        u32 x[N][4][2];
+#pragma unroll
+        for (int i = 0; i < N; i++) load_value_rows({at + i * PANEL_BYTES, 0}, 0, lane, x[i]);
         __syncwarp();
+        const int dim = 2 * (lane % 8);  // of the row whose place the lane says
+        const u32 to = at + dim / 8 * 512 + dim % 8 * 16 + lane / 8 * 128;
 #pragma unroll
-        for (int n = 0; n < 4; n++)
+        for (int i = 0; i < N; i++)
 #pragma unroll
-            for (int e = 0; e < 2; e++) {
-                const int dim = 2 * (lane / 4) + e;
-                sts32(at + dim / 8 * 512 + n * 128 + dim % 8 * 16 + 4 * (lane % 4), x[n][e]);
-            }
+            for (int e = 0; e < 2; e++) stmatrix_x4(to + i * PANEL_BYTES + e * 16, x[i][0][e], x[i][1][e], x[i][2][e], x[i][3][e]);
+    }
+    // Every stage is one that these warps say is there, too.
+    METHOD void arrive() {
+        __syncwarp();
+        if (lane == 0) barrier_arrive(ring.full());
+        ring.advance();
     }
     METHOD void turn_part() {
         barrier_wait(copied(ring), ring.phase);
-#pragma unroll 2
-        for (int panel = turner; panel < PANELS; panel += Config::TURNERS) turn_panel(ring.at() + panel * PANEL_BYTES);
+#pragma unroll 1
+        for (int panel = 2 * turner; panel < PANELS; panel += 2 * Config::TURNERS) {
+            const u32 at = ring.at() + panel * PANEL_BYTES;
+            if (PANELS % 2 == 0 || panel + 1 < PANELS) turn_panels<2>(at);
+            else turn_panels<1>(at);
+        }
         fence_async();  // products see what is turned
-        barrier_of<32 * larger(Config::TURNERS, 1)>(BARRIER);
-        if (turner == 0 && lane == 0) barrier_arrive(ring.full());
-        ring.advance();
+        arrive();
     }
     METHOD void turn_all(const DecodeParams& p, Scheduler scheduler) {
         WorkRange range;
@@ -348,7 +358,7 @@ struct Turner {
 #pragma unroll 1
             for (int i = (end_tile - first_tile) * Config::K_PARTS; i > 0; i--) {
                 barrier_wait(copied(ring), ring.phase);  // else a phase could be taken for the one before it
-                ring.advance();
+                arrive();
             }
         };
         const auto values = [&](int first_tile, int end_tile, int) {
