@@ -82,6 +82,15 @@ impl<'a> Rows<'a> {
         RowMemory::strided(Memory::Device(memory), shape, strides).map(Rows)
     }
 
+    /// Rows of no tokens, `[0, heads, dim]`, in the memory of these: what an append of latents takes as V beside these as K.
+    ///
+    /// # Errors
+    /// Those of [`Rows::strided`].
+    pub fn no_tokens(&self, heads: usize, dim: usize) -> Result<Rows<'a>, Error> {
+        let strides = [0, heads.saturating_mul(dim), dim];
+        RowMemory::strided(self.0.memory, [1, 0, heads, dim], strides).map(Rows)
+    }
+
     /// The slice that has the rows, and what lies between and behind them; none for rows on a device.
     #[must_use]
     pub fn elements(&self) -> Option<Elements<'a>> {

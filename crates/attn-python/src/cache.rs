@@ -12,7 +12,7 @@ use std::{
 };
 
 use attn::{
-    Append, AttendRows, CacheConfig, Device, Error, SequenceImage, Session, SpanRows, Window,
+    Append, AttendRows, CacheConfig, Device, Error, Rows, SequenceImage, Session, SpanRows, Window,
     process,
 };
 use pyo3::{
@@ -79,6 +79,38 @@ impl Cache {
     }
 }
 
+/// K and V of new tokens; of latents K alone.
+struct KvArrays<'py> {
+    k: Array<'py>,
+    v: Option<Array<'py>>,
+}
+
+impl<'py> KvArrays<'py> {
+    fn to_read(
+        k: &Bound<'py, PyCapsule>,
+        v: Option<&Bound<'py, PyCapsule>>,
+        stream: Option<u64>,
+    ) -> PyResult<Self> {
+        let v = v.map(|v| Array::to_read("v", v, stream));
+        Ok(KvArrays {
+            k: Array::to_read("k", k, stream)?,
+            v: v.transpose()?,
+        })
+    }
+
+    /// Where V is none, rows of no tokens.
+    fn rows(&self, config: &CacheConfig) -> PyResult<[Rows<'_>; 2]> {
+        let k = self.k.rows()?;
+        let v = match &self.v {
+            Some(v) => v.rows()?,
+            None => k
+                .no_tokens(config.num_kv_heads, config.head_dim.v)
+                .map_err(errors::of)?,
+        };
+        Ok([k, v])
+    }
+}
+
 #[pymethods]
 impl Cache {
     #[new]
@@ -112,17 +144,14 @@ impl Cache {
         &self,
         py: Python<'_>,
         k: &Bound<'_, PyCapsule>,
-        v: &Bound<'_, PyCapsule>,
+        v: Option<&Bound<'_, PyCapsule>>,
         sequences: Vec<usize>,
         tokens: Vec<usize>,
         stream: Option<u64>,
     ) -> PyResult<()> {
-        let (k, v) = (
-            Array::to_read("k", k, stream)?,
-            Array::to_read("v", v, stream)?,
-        );
+        let kv = KvArrays::to_read(k, v, stream)?;
         let appends = appends(&sequences, &tokens)?;
-        let (k, v) = (k.rows()?, v.rows()?);
+        let [k, v] = kv.rows(&self.config)?;
         self.with(py, |session| session.append(&appends, k, v))?;
         self.warn_of_numbers(py)
     }
@@ -140,14 +169,11 @@ impl Cache {
         py: Python<'_>,
         layer: usize,
         k: &Bound<'_, PyCapsule>,
-        v: &Bound<'_, PyCapsule>,
+        v: Option<&Bound<'_, PyCapsule>>,
         stream: Option<u64>,
     ) -> PyResult<()> {
-        let (k, v) = (
-            Array::to_read("k", k, stream)?,
-            Array::to_read("v", v, stream)?,
-        );
-        let (k, v) = (k.rows()?, v.rows()?);
+        let kv = KvArrays::to_read(k, v, stream)?;
+        let [k, v] = kv.rows(&self.config)?;
         self.with(py, |session| session.write(layer, k, v))?;
         self.warn_of_numbers(py)
     }

@@ -76,6 +76,9 @@ impl Plan {
     }
 }
 
+/// K, and V where it is no part of K.
+pub(super) type KvCapsules<'py> = (Bound<'py, PyCapsule>, Option<Bound<'py, PyCapsule>>);
+
 #[pymethods]
 impl Plan {
     #[new]
@@ -344,7 +347,7 @@ impl Plan {
         &self,
         py: Python<'_>,
         pages: PageArrays<'_>,
-        kv: (Bound<'_, PyCapsule>, Bound<'_, PyCapsule>),
+        kv: KvCapsules<'_>,
         slots: &Bound<'_, PyCapsule>,
         stream: u64,
         rotary: Option<RotaryArrays<'_>>,
@@ -358,7 +361,7 @@ impl Plan {
             ));
         }
         let pool = self.pool(&pages.pool)?;
-        let (rows, tokens) = self.kv_rows(&kv.0, &kv.1)?;
+        let (rows, tokens) = self.kv_rows(&kv.0, kv.1.as_ref())?;
         let has_window = self.layout.format().window() != Window::None;
         let residual_bytes = if has_window { 4 * tokens } else { 0 };
         let rotary = self.rotary_args(rotary.as_ref(), rows.dtype, tokens)?;
@@ -400,14 +403,14 @@ impl Plan {
         py: Python<'_>,
         pages: PageArrays<'_>,
         arrays: AttendArrays<'_>,
-        kv: (Bound<'_, PyCapsule>, Bound<'_, PyCapsule>),
+        kv: KvCapsules<'_>,
         stream: u64,
         rotary: Option<RotaryArrays<'_>>,
     ) -> PyResult<()> {
         self.refuse_centres("step")?;
         let gpu = self.gpu.cuda()?;
         let sequences = self.sequences(&pages)?;
-        let append = self.append_args(sequences, [&kv.0, &kv.1], rotary.as_ref())?;
+        let append = self.append_args(sequences, &kv, rotary.as_ref())?;
         let decode = self.decode_args(DeviceKv::Paged(sequences), &arrays)?;
         let prepared = &self.launches()?.append;
         // SAFETY: as for `attend`; that lengths count the new tokens is the caller's contract.

@@ -83,3 +83,48 @@ def test_wider_latents_than_attn_has_are_refused():
     config.kv_lora_rank = 600
     with pytest.raises(attn.UnsupportedError, match="664 dims"):
         QuantizedCache(config)
+
+
+def test_latents_are_stored_once_in_half_of_the_bytes():
+    """Kills values that are not those of the keys, and factors of rotary keys that queries lack."""
+    config, own, ours = pair("deepseek")
+    ids = prompt(2, 90)
+    caches = [QuantizedCache(config, format) for format in ("int8", "int8-latents")]
+    found = [torch.cat([ours(piece, **given(cache)).logits for piece in ids.split(64, 1)], 1) for cache in caches]
+    errors = [(x - own(ids).logits).norm() / own(ids).logits.norm() for x in found]
+    assert errors[1] < 1.5 * errors[0] + 1e-3, errors
+    assert caches[1].layers[0].cache.stats().page_bytes == 64 * (192 + 2)
+    assert caches[0].layers[0].cache.stats().page_bytes == 64 * (192 + 2 + 128 + 2)
+
+
+def test_large_rotary_keys_take_no_codes_from_latents():
+    """With one scale for a token, rotary keys 64 times as large would leave latents two of their eight bits. Kills a factor of 1."""
+    config, own, ours = pair("deepseek")
+    for model in (own, ours):
+        for layer in model.model.layers:
+            projection = layer.self_attn.kv_a_proj_with_mqa
+            projection.weight.data[config.kv_lora_rank :] *= 64
+            queries = getattr(layer.self_attn, "q_b_proj", None) or layer.self_attn.q_proj
+            heads = queries.weight.data.unflatten(0, (config.num_attention_heads, -1))
+            heads[:, config.qk_nope_head_dim :] /= 64
+    ids = prompt(1, 90)
+    wanted = own(ids).logits
+    cache, worse = QuantizedCache(config, "int8-latents"), QuantizedCache(config, "int8-latents", rotary_factors=[1.0] * config.num_hidden_layers)
+    errors = [(ours(ids, **given(x)).logits - wanted).norm() / wanted.norm() for x in (cache, worse)]
+    assert errors[0] < 0.25 * errors[1], errors
+    assert all(factor <= 0.25 for factor in cache.rotary_factors)
+    again = QuantizedCache(config, "int8-latents", rotary_factors=cache.rotary_factors)
+    assert (ours(ids[:, :40], **given(again)).logits == ours(ids[:, :40], **given(QuantizedCache(config, "int8-latents", rotary_factors=cache.rotary_factors))).logits).all()
+
+
+@pytest.mark.parametrize("factors", [[1.0], [3.0] * 2, [0.0] * 2])
+def test_factors_that_are_no_powers_of_two_are_refused(factors):
+    config = config_of("deepseek")
+    assert config.num_hidden_layers == 2
+    with pytest.raises(attn.ParameterError, match="a power of two for each of 2 layers"):
+        QuantizedCache(config, "int8-latents", rotary_factors=factors)
+
+
+def test_models_without_latents_do_not_store_them():
+    with pytest.raises(attn.UnsupportedError, match="int8-latents is for models with latent attention"):
+        QuantizedCache(config_of("llama"), "int8-latents")

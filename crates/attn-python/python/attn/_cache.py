@@ -9,7 +9,7 @@ from . import _attn
 from ._arrays import Results, Rows, _numpy
 from ._errors import ParameterError, ShapeError, UnsupportedError
 from ._image import SequenceImage
-from ._options import Modifiers, count, counts, device_name, flag, format_name, head_dim, numbers, one_or_more, optional_count
+from ._options import Modifiers, check_values, count, counts, device_name, flag, format_name, head_dim, numbers, one_or_more, optional_count
 from ._spans import MOST_SPANS, spans_of
 from ._stats import CacheStats
 
@@ -60,7 +60,8 @@ class Cache:
     verified among drafts, or part of a prompt.
 
     Args:
-        format: `"int8"`, `"int4"`, `"int8/int4"` (K/V), `"bf16"`, `"f16"`, `"fp8"`, or another name of the table of formats.
+        format: `"int8"`, `"int4"`, `"int8/int4"` (K/V), `"bf16"`, `"f16"`, `"fp8"`, or another name of the table of formats. `"int8-latents"` stores the rows of latent
+            attention (MLA) once: V is the first v_dim dims of K.
         heads: KV heads.
         dim: dims of a head: 64, 80, 96, 128, 160, 192, 256, 320, 512 or 576.
         max_tokens: tokens that each sequence has room for.
@@ -219,7 +220,7 @@ class Cache:
     def append(
         self,
         k: Any,
-        v: Any,
+        v: Any = None,
         *,
         sequences: Union[None, int, Sequence[int]] = None,
         tokens: Optional[Sequence[int]] = None,
@@ -228,7 +229,7 @@ class Cache:
 
         Args:
             k, v: `[tokens, heads, dim]`, the tokens of one sequence after those of another; or `[sequences, tokens, heads, dim]`; of V v_dim. K is what queries
-                are multiplied with: after the positions are rotated in.
+                are multiplied with: after the positions are rotated in. Of latents (`"int8-latents"`) v is None: it is the first v_dim dims of k.
             sequences: which get them, each once; the first ones if not given.
             tokens: how many each gets, where `k` has three dims and there are several sequences.
 
@@ -236,14 +237,22 @@ class Cache:
             ShapeError, SequenceError, CacheFullError, ParameterError; NumberError for NaN and infinity in host memory (numbers on a GPU are not
             looked at, unless `ATTN_CUDA=check=1` is set).
         """
-        k, v = Rows("k", k), Rows("v", v)
+        k, v = self._rows(k, v)
         sequences, tokens = self._batch("k", k, sequences, "tokens", tokens)
         k, v, stream = self._new_rows(k, v)
         self._cache.append(k, v, sequences, tokens, stream)
 
+    def _rows(self, k: Any, v: Any) -> Tuple[Rows, Optional[Rows]]:
+        """K, and V where it is no part of K."""
+        check_values(self.format, v)
+        return Rows("k", k), None if v is None else Rows("v", v)
+
     @staticmethod
-    def _new_rows(k: Rows, v: Rows) -> Tuple[Any, Any, Optional[int]]:
+    def _new_rows(k: Rows, v: Optional[Rows]) -> Tuple[Any, Any, Optional[int]]:
         """K and V as capsules, and the stream that they are ready on."""
+        if v is None:
+            stream = k.stream()
+            return k.flat("k", 3).with_rows_together().capsule(stream), None, stream
         if k.shape[:-1] != v.shape[:-1]:
             raise ShapeError(f"k has the shape {list(k.shape)}, and v {list(v.shape)}; pass as many rows of both")
         stream = k.stream()
@@ -271,7 +280,7 @@ class Cache:
         """
         self._cache.reserve(one_or_more("sequences", sequences), one_or_more("tokens", tokens))
 
-    def write(self, layer: int, k: Any, v: Any) -> None:
+    def write(self, layer: int, k: Any, v: Any = None) -> None:
         """Writes one layer's K and V of the tokens that `reserve` has counted. Layers come in any order, each once.
 
         Args:
@@ -281,7 +290,7 @@ class Cache:
             ParameterError for a layer that the cache does not have; ShapeError for other than the step's rows, without an open step, and for a layer
             that it has written; NumberError. The layer counts as not written then: write it again, or `cancel_step`.
         """
-        k, v = Rows("k", k), Rows("v", v)
+        k, v = self._rows(k, v)
         step = self.open_step
         if len(k.shape) == 4 and step is not None and [n for _, n in step] != [k.shape[1]] * k.shape[0]:
             raise ShapeError(f"k has {k.shape[1]} tokens for each of {k.shape[0]} sequences, but the step has {[n for _, n in step]}; pass three dims for other counts")

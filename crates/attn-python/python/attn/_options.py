@@ -129,6 +129,18 @@ def format_name(x: Any) -> str:
     return text("format", x, 'a name such as "int8"')
 
 
+def is_of_latents(format: str) -> bool:
+    """Whether a format stores V as the first dims of K."""
+    return format.endswith("-latents")
+
+
+def check_values(format: str, v: Any) -> None:
+    """Refuses V beside latents, and K without V elsewhere."""
+    if is_of_latents(format) != (v is None):
+        given, needed = ("none", f"V beside K; {format} stores both") if v is None else ("given", f"None; {format} stores K, whose first dims are V")
+        raise ParameterError(f"v is {given}; needed: {needed}")
+
+
 def device_name(x: Any) -> Optional[str]:
     """The name of a device, which the extension reads; torch's own say what they are."""
     if x is None:

@@ -6,7 +6,7 @@ use attn::backends::cuda::native::{
 };
 use pyo3::{prelude::*, types::PyCapsule};
 
-use super::Plan;
+use super::{KvCapsules, Plan};
 use crate::{
     arrays::{AttendArrays, CentreArrays, ExportArrays, RotaryArrays},
     dlpack::{Array, Dtype},
@@ -104,22 +104,38 @@ impl Plan {
         })
     }
 
-    /// Rows of K and V `[tokens, KV heads, dim]`, whose tokens may lie apart, and the number of tokens.
+    /// Rows of K and V `[tokens, KV heads, dim]`, whose tokens may lie apart, and the number of tokens. Latents are appended as K alone.
     pub(super) fn kv_rows(
         &self,
         k: &Bound<'_, PyCapsule>,
-        v: &Bound<'_, PyCapsule>,
+        v: Option<&Bound<'_, PyCapsule>>,
     ) -> PyResult<(KvRows, usize)> {
         let (heads, dim) = (self.layout.num_kv_heads(), self.layout.head_dim());
-        let (k, v) = (Array::new("k", k)?, Array::new("v", v)?);
+        let k = Array::new("k", k)?;
         let (k_memory, dtype, tokens) = self.rows(&k, [heads, dim.k], 1)?;
+        let stride = |rows: &Array<'_>| usize::try_from(rows.strides[0]).unwrap_or(0);
+        let Some(v) = v else {
+            if !self.layout.format().latents {
+                return Err(errors::parameter(
+                    "v is none; the plan's format stores V beside K",
+                ));
+            }
+            let rows = KvRows {
+                k: k_memory.address,
+                v: DeviceAddress::NULL,
+                dtype,
+                k_token_stride: stride(&k),
+                v_token_stride: heads * dim.v,
+            };
+            return Ok((rows, tokens));
+        };
+        let v = Array::new("v", v)?;
         let (v_memory, v_dtype, v_tokens) = self.rows(&v, [heads, dim.v], 1)?;
         if tokens != v_tokens || dtype != v_dtype {
             return Err(errors::shape(format!(
                 "k has {tokens} tokens of {dtype:?}, and v {v_tokens} of {v_dtype:?}; pass both in one"
             )));
         }
-        let stride = |rows: &Array<'_>| usize::try_from(rows.strides[0]).unwrap_or(0);
         let rows = KvRows {
             k: k_memory.address,
             v: v_memory.address,
@@ -158,7 +174,7 @@ impl Plan {
         sequences: PagedSequences,
         to: &ExportArrays<'_>,
     ) -> PyResult<ExportArgs> {
-        let (rows, _) = self.kv_rows(&to.k, &to.v)?;
+        let (rows, _) = self.kv_rows(&to.k, Some(&to.v))?;
         let batch = self.problem.batch();
         Ok(ExportArgs {
             rows,
@@ -183,10 +199,10 @@ impl Plan {
     pub(super) fn append_args(
         &self,
         sequences: PagedSequences,
-        [k, v]: [&Bound<'_, PyCapsule>; 2],
+        kv: &KvCapsules<'_>,
         rotary: Option<&RotaryArrays<'_>>,
     ) -> PyResult<AppendArgs> {
-        let (rows, all) = self.kv_rows(k, v)?;
+        let (rows, all) = self.kv_rows(&kv.0, kv.1.as_ref())?;
         let batch = self.problem.batch();
         let tokens = all.checked_div(batch).unwrap_or(0);
         if tokens.saturating_mul(batch) != all {

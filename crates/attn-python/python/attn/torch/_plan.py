@@ -12,7 +12,7 @@ import torch
 from .. import _attn
 from .._arrays import torch_capsule
 from .._errors import ParameterError, ShapeError, UnsupportedError
-from .._options import Modifiers, count, counts, flag, format_name, numbers, refusal
+from .._options import Modifiers, check_values, count, counts, flag, format_name, numbers, refusal
 
 
 @dataclass
@@ -282,13 +282,18 @@ class Plan:
             sinks=self._sinks,
         )
 
+    def _kv(self, k: torch.Tensor, v: Optional[torch.Tensor]) -> Tuple[Any, Any]:
+        """K, and V where it is no part of K, as capsules."""
+        check_values(self._options.format, v)
+        return _capsule(k), None if v is None else _capsule(v)
+
     def _stream(self) -> int:
         return torch.cuda.current_stream(self.device).cuda_stream
 
     def append_slots(
         self,
         k: torch.Tensor,
-        v: torch.Tensor,
+        v: Optional[torch.Tensor],
         pool: torch.Tensor,
         slots: torch.Tensor,
         residual_pages: Optional[torch.Tensor] = None,
@@ -297,7 +302,8 @@ class Plan:
         """Appends tokens that bring their places: any number, of any sequences.
 
         Args:
-            k, v: `[tokens, KV heads, dim]`, of V v_dim, float32, float16 or bfloat16; tokens may lie apart. Those of a sequence lie side by side, in order.
+            k, v: `[tokens, KV heads, dim]`, of V v_dim, float32, float16 or bfloat16; tokens may lie apart. Those of a sequence lie side by side, in order. Of
+                latents v is None.
             slots: int64 `[tokens]`, page · page_size + token of the page; negative: skipped.
             residual_pages: int32 `[tokens]` for formats with a window, -1 for none, as for pages that are neither one of the first nor of the last of a sequence.
             rotary: K and queries are before RoPE, and rotated here, in 32 bits; for a plan with `rotary=True`.
@@ -427,7 +433,7 @@ class Plan:
     def append_slots_now(
         self,
         k: torch.Tensor,
-        v: torch.Tensor,
+        v: Optional[torch.Tensor],
         pool: torch.Tensor,
         slots: torch.Tensor,
         residual_pages: Optional[torch.Tensor] = None,
@@ -438,7 +444,7 @@ class Plan:
         pages = self._pages(pool, None, None, residual_pages)
         rotary = None if rotary is None else rotary._arguments(rotary.q)
         of = None if centres is None else _arguments(first_pages=centres.first_pages, positions=centres.positions, one_each=flag("one_each", centres.one_each))
-        self._plan.append_slots(pages, (_capsule(k), _capsule(v)), _capsule(slots), self._stream(), rotary, of)
+        self._plan.append_slots(pages, self._kv(k, v), _capsule(slots), self._stream(), rotary, of)
 
     def attend_into(
         self,
@@ -456,7 +462,7 @@ class Plan:
         self,
         q: torch.Tensor,
         k: torch.Tensor,
-        v: torch.Tensor,
+        v: Optional[torch.Tensor],
         pool: torch.Tensor,
         page_table: torch.Tensor,
         kv_lens: torch.Tensor,
@@ -483,11 +489,11 @@ class Plan:
         self,
         q: torch.Tensor,
         k: torch.Tensor,
-        v: torch.Tensor,
+        v: Optional[torch.Tensor],
         pages: SimpleNamespace,
         rotary: Optional[Rotary] = None,
     ) -> torch.Tensor:
         out = q.new_empty((*q.shape[:-1], self.v_dim))
         rotary = None if rotary is None else rotary._arguments(q)
-        self._plan.step(pages, self._arrays(q, out, None), (_capsule(k), _capsule(v)), self._stream(), rotary)
+        self._plan.step(pages, self._arrays(q, out, None), self._kv(k, v), self._stream(), rotary)
         return out

@@ -10,6 +10,7 @@ from transformers.cache_utils import CacheLayerMixin
 from .._attn import HEAD_DIMS
 from .._cache import Cache
 from .._errors import CacheFullError, ShapeError, UnsupportedError
+from .._options import is_of_latents
 from .._stats import CacheStats
 from ._mask import PaddedRows
 
@@ -333,11 +334,14 @@ class QuantizedLayer(CacheLayerMixin):
 
     def _append(self, k: torch.Tensor, v: torch.Tensor, rows: PaddedRows) -> None:
         if rows.valid is None:
-            self.cache.append(k, v, sequences=self.slots)
+            self._append_rows(k, v, sequences=self.slots)
             return
         slots, counts = self._with_tokens(rows)
         if slots:
-            self.cache.append(k[rows.valid], v[rows.valid], sequences=slots, tokens=counts)
+            self._append_rows(k[rows.valid], v[rows.valid], sequences=slots, tokens=counts)
+
+    def _append_rows(self, k: torch.Tensor, v: torch.Tensor, **places: Any) -> None:
+        self.cache.append(k, None if is_of_latents(self.format) else v, **places)
 
     def _over(self, q: torch.Tensor, rows: PaddedRows, options: Dict[str, Any]) -> torch.Tensor:
         """Attends: the rows' newest tokens are the queries `[batch, tokens, heads, dim]`. Padding gives zeros."""
@@ -365,7 +369,7 @@ class QuantizedLayer(CacheLayerMixin):
                 for first in range(padding, tokens, _PIECE):
                     end = min(first + _PIECE, tokens)
                     self._drop([scratch])
-                    self.cache.append(k[row, first:end], v[row, first:end], sequences=[scratch], tokens=[end - first])
+                    self._append_rows(k[row, first:end], v[row, first:end], sequences=[scratch], tokens=[end - first])
                     queries = slice(max(0, first - (tokens - asked)), end - (tokens - asked))
                     if queries.stop > queries.start:
                         n = queries.stop - queries.start
