@@ -117,7 +117,7 @@ typedef struct attn_tokens {
   size_t struct_size;
   // K, after RoPE; before it with rotary.
   const void *k;
-  // V.
+  // V; NULL for a format of latents, whose V is in K.
   const void *v;
   // An attn_dtype, of K and V.
   uint32_t dtype;

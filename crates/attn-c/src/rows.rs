@@ -23,7 +23,7 @@ pub struct Tokens {
     pub struct_size: usize,
     /// K, after RoPE; before it with `rotary`.
     pub k: *const c_void,
-    /// V.
+    /// V; NULL for a format of latents, whose V is in K.
     pub v: *const c_void,
     /// An attn_dtype, of K and V.
     pub dtype: u32,

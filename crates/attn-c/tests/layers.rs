@@ -334,3 +334,26 @@ fn a_sequence_goes_back_to_a_checkpoint() {
         refused(status, Status::Parameter, "longest is NULL");
     }
 }
+
+/// The C caller's `v` is NULL then; V of whole rows is K. Kills reads of V, and results over other values.
+#[test]
+fn latents_are_appended_as_k_alone() {
+    let of = |format: &'static std::ffi::CStr| {
+        Handles::of(&CacheConfig {
+            format: format.as_ptr(),
+            centres: 2,
+            ..config()
+        })
+    };
+    let (latents, both) = (of(c"int8-latents"), of(c"int8"));
+    let (k, q) = (values(70 * ROW, 1), values(2 * ROW, 2));
+    let mut new = tokens(&k, &k);
+    said(both.append(&[one(0, 70)], &new));
+    new.v = ptr::null();
+    said(latents.append(&[one(0, 70)], &new));
+    let [mut once, mut twice] = [vec![0.0; 2 * ROW], vec![0.0; 2 * ROW]];
+    said(latents.attend(&[0], PLAIN, &rows(&q, &mut once)));
+    said(both.attend(&[0], PLAIN, &rows(&q, &mut twice)));
+    assert_eq!(once, twice);
+    assert_eq!(2 * stats(&latents).page_bytes, stats(&both).page_bytes);
+}

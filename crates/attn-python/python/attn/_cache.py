@@ -244,8 +244,9 @@ class Cache:
 
     def _rows(self, k: Any, v: Any) -> Tuple[Rows, Optional[Rows]]:
         """K, and V where it is no part of K."""
+        k = Rows("k", k)
         check_values(self.format, v)
-        return Rows("k", k), None if v is None else Rows("v", v)
+        return k, None if v is None else Rows("v", v)
 
     @staticmethod
     def _new_rows(k: Rows, v: Optional[Rows]) -> Tuple[Any, Any, Optional[int]]:
