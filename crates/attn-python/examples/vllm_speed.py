@@ -195,7 +195,9 @@ def main():
         rows += [json.loads(line) for line in said.splitlines() if line.startswith("{")]
         if status:
             failed.append(name)
-            print(f"{name}: status {status}: {errors[-1500:]}", flush=True)
+            # What an engine's process dies of is in what it logs, far ahead of the end.
+            causes = dict.fromkeys(line.strip()[-400:] for line in (said + errors).splitlines() if "Error" in line)
+            print(f"{name}: status {status}:", *list(causes)[:8], errors[-1500:], sep="\n", flush=True)
     table(rows, given.caches)
     if failed:
         sys.exit(f"FAILED: {', '.join(failed)}")
