@@ -41,6 +41,19 @@ def gpu():
     return torch.device("cuda", 0)
 
 
+@pytest.mark.parametrize("tokens", [1, 4, 8193])
+def test_places_of_tokens_begin_where_kernels_read_them(tokens):
+    """vLLM serves any number of sequences: a list that began behind an odd number of others stopped its start."""
+    from attn._token_places import TokenPlaces
+
+    places = TokenPlaces(tokens, torch.device("cpu"))
+    for count in (tokens, tokens + 1):
+        starts, lens, first_pages = (torch.tensor(x, dtype=torch.int32) for x in ([0, count], [count + 7], [5]))
+        firsts, positions = places.of(starts, lens, first_pages, count)
+        assert firsts.data_ptr() % 16 == positions.data_ptr() % 16 == 0
+        assert (firsts == 5).all() and positions.tolist() == list(range(7, count + 7))
+
+
 def test_registering_twice_is_registering_once():
     for _ in range(2):
         plugin.register()

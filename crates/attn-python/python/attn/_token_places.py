@@ -11,7 +11,8 @@ class TokenPlaces:
     """The first page of the sequence and the position of each token of a step, of up to `tokens`, int32: at the same addresses in every step."""
 
     def __init__(self, tokens: int, device: torch.device) -> None:
-        self._both = torch.zeros(2, tokens, dtype=torch.int32, device=device)
+        # Each in memory of its own, whose address suits kernels for any number of tokens.
+        self._both = [torch.zeros(tokens, dtype=torch.int32, device=device) for _ in range(2)]
 
     def of(self, starts: torch.Tensor, lens: torch.Tensor, first_pages: torch.Tensor, count: int) -> Tuple[torch.Tensor, torch.Tensor]:
         """Those of `count` tokens, found on the device.
@@ -21,8 +22,7 @@ class TokenPlaces:
             lens: int32 `[sequences]`: tokens of each sequence, those of the step included.
             first_pages: int32 `[sequences]`.
         """
-        fits = count <= self._both.shape[1]
-        both = self._both[:, :count] if fits else self._both.new_empty(2, count)
+        both = [kept[:count] if count <= len(kept) else kept.new_empty(count) for kept in self._both]
         sequences = len(lens)
         if sequences > 0 and count > 0:
             tokens = torch.arange(count, dtype=starts.dtype, device=starts.device)

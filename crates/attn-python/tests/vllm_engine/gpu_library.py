@@ -24,6 +24,13 @@ def silu_and_mul(out, x):
     out.copy_(torch.nn.functional.silu(gate) * factor)
 
 
+def vocab_parallel_embedding(out, ids, weight, first, end, padding, first_added, end_added):
+    """Rows of this GPU's part of the vocabulary, zeros for the others'."""
+    own, added = (ids >= first) & (ids < end), (ids >= first_added) & (ids < end_added)
+    at = torch.where(own, ids - first, torch.where(added, ids - first_added + (end - first) + padding, 0))
+    out.copy_(torch.nn.functional.embedding(at, weight) * (own | added).unsqueeze(-1))
+
+
 def get_max_shared_memory_per_block_device_attribute(device):
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
 
@@ -35,7 +42,10 @@ def absent(name):
     return call
 
 
-FUNCTIONS = {function.__name__: function for function in (get_cuda_view_from_cpu_tensor, get_max_shared_memory_per_block_device_attribute, silu_and_mul)}
+FUNCTIONS = {
+    function.__name__: function
+    for function in (get_cuda_view_from_cpu_tensor, get_max_shared_memory_per_block_device_attribute, silu_and_mul, vocab_parallel_embedding)
+}
 NAMED = ("rms_norm", "fused_add_rms_norm", "rotary_embedding", "reshape_and_cache_flash")
 
 
