@@ -12,6 +12,7 @@ tokens of those ahead; all their tokens, prompts' and new ones, over the time of
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -187,11 +188,15 @@ def main():
     rows, failed = [], []
     for name in given.caches:
         command = [sys.executable, os.path.abspath(__file__), "--one", name, *sys.argv[1:]]
-        try:
-            ran = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, timeout=given.limit)
-            said, errors, status = ran.stdout, ran.stderr, ran.returncode
-        except subprocess.TimeoutExpired as error:
-            said, errors, status = (error.stdout or b"").decode(), f"took more than {given.limit} s", 124
+        # With the engine's processes, which would keep the GPU's memory.
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True) as ran:
+            try:
+                said, errors = ran.communicate(timeout=given.limit)
+                status = ran.returncode
+            except subprocess.TimeoutExpired:
+                os.killpg(ran.pid, signal.SIGKILL)
+                said, errors = ran.communicate()
+                errors, status = f"{errors}\ntook more than {given.limit} s", 124
         rows += [json.loads(line) for line in said.splitlines() if line.startswith("{")]
         if status:
             failed.append(name)
