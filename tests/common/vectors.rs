@@ -65,8 +65,12 @@ pub fn cache(
     let number = |key: &str| settings[key].parse::<usize>().unwrap();
     let (heads, tokens) = (number("heads"), number("tokens"));
     let head_dim: HeadDim = settings["head_dim"].replace(',', "/").parse().unwrap();
-    let [k, v] = ["k", "v"].map(|side| settings[side].parse().unwrap());
-    let format = KvFormat::new(k, v);
+    let format: KvFormat = match (&settings["k"], &settings["v"]) {
+        (k, &"latents") => format!("{k}-latents"),
+        (k, v) => format!("{k}/{v}"),
+    }
+    .parse()
+    .unwrap();
     let all = Heads::new(heads, heads, head_dim);
     let mut config = CacheConfig::builder(format, all)
         .centres(settings.contains_key("centres"))
@@ -103,6 +107,7 @@ pub fn cache(
     });
     let [of_k, of_v] = rows.map(|row| step.max(1) * row);
     for (k, v) in k.chunks(of_k).zip(v.chunks(of_v)) {
+        let v = if format.latents { &[] } else { v };
         cache.append(0, k, v).unwrap();
     }
     cache

@@ -71,7 +71,7 @@ fn decoded_bits_equal_the_golden_vectors() {
         }
         cases += 1;
     }
-    assert_eq!(cases, 44);
+    assert_eq!(cases, 46);
 }
 
 #[test]

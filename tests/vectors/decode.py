@@ -8,6 +8,7 @@ Section numbers are those of the page. Every `f32(...)` is one rounding; numbers
 V has zeros.
 """
 
+import copy
 from fractions import Fraction as F
 from math import isqrt
 
@@ -70,9 +71,13 @@ def normal(x):
     return x
 
 
-def hadamard(x, flush=lambda y: y):  # section 2
+def block_of(dim):
+    """Section 2: the largest power of two that divides a row."""
+    return dim & -dim
+
+
+def hadamard(x, block, flush=lambda y: y):  # section 2
     x = list(x)
-    block = len(x) & -len(x)
     for first in range(0, len(x), block):
         stride = 1
         while stride < block:
@@ -84,16 +89,17 @@ def hadamard(x, flush=lambda y: y):  # section 2
     return x
 
 
-def halvings(dim):
-    return (dim & -dim).bit_length() - 1
+def halvings(block):
+    return block.bit_length() - 1
 
 
 def rotate_stored(x):
-    return [v * pow2(-(halvings(len(x)) // 2)) for v in hadamard(x)]
+    block = block_of(len(x))
+    return [v * pow2(-(halvings(block) // 2)) for v in hadamard(x, block)]
 
 
-def rotate_back(x, flush=lambda y: y):
-    return [flush(v * pow2(-(-(-halvings(len(x)) // 2)))) for v in hadamard(x, flush)]
+def rotate_back(x, block, flush=lambda y: y):
+    return [flush(v * pow2(-(-(-halvings(block) // 2)))) for v in hadamard(x, block, flush)]
 
 
 def dot(a, b):
@@ -141,7 +147,7 @@ class Side:
     """K or V of one head: codes and (scale, shift) per group of each token, by the quantizers of make.py."""
 
     def __init__(self, scheme, side, case, dim, tensor_scale):
-        self.scheme, self.dim, self.tensor_scale = scheme, dim, tensor_scale
+        self.scheme, self.dim, self.block, self.tensor_scale = scheme, dim, block_of(dim), tensor_scale
         self.rotated = scheme in ("int8", "int4", "int4-r2", "int4-w0", "int4-w4")
         self.half_steps = self.rotated and scheme != "int8"
         self.window = 0 if not self.half_steps or scheme == "int4-w0" else 4 if scheme == "int4-w4" else 2
@@ -159,6 +165,12 @@ class Side:
             codes, params = self.token(x)
             self.codes.append(codes)
             self.params.append(params)
+
+    def values(self, dim):
+        """V of latents: the first elements of K, as they are stored."""
+        v = copy.copy(self)
+        v.dim, v.codes = dim, [codes[:dim] for codes in self.codes]
+        return v
 
     def without_centre(self, t, x):
         """Section 12: a row of K without its centre, which two tokens make."""
@@ -328,7 +340,7 @@ def prepare(q, k):
     c = f32(f32(F(1, isqrt(k.dim)) * LOG2_E) * (k.tensor_scale or 1))
     q = [f32(x * c) for x in q]
     if k.rotated:
-        q = rotate_back(q)
+        q = rotate_back(q, k.block)
     a = max(abs(x) for x in q)
     if a < pow2(-60):
         return q, [0] * len(q), F(0)
@@ -365,7 +377,7 @@ def attend(case, k, v, q, sink):
     y = rcp(l) * a
     out = [normal(f32(normal(f32(normal(x) * y)) * (v.tensor_scale or 1))) for x in o]
     if v.rotated:
-        out = rotate_back(out, normal)
+        out = rotate_back(out, v.block, normal)
     return out, log_sum_exp(m, l)
 
 
@@ -416,6 +428,8 @@ CASES += [
     ("int4", "int8-plain", 70, {"head_dim": (256, 64)}),
     ("int8", "int4", 70, {"head_dim": (64, 192), "sinks": [F(5, 4), F(40)]}),
     ("int8", "int8", 20, {"head_dim": (576, 128), "centres": 1, "bias": F(5)}),
+    ("int8", "latents", 66, {"head_dim": (576, 512), "q_len": 2}),
+    ("int8-plain", "latents", 70, {"head_dim": (256, 64), "sinks": [F(5, 4), F(40)]}),
 ]
 
 # Centres of K: sequences that end in the first tile, with it and behind it; keys with a bias and without; scores that count on the grid from a base far from
@@ -455,7 +469,9 @@ def text():
         case = {**dict.fromkeys(OPTIONS), **options, "k": k_scheme, "v": v_scheme, "kv_len": kv_len}
         lines.append(said(case))
         dims = case["head_dim"] or (64, 64)
-        k, v = (Side(case[s], i, case, dims[i], F(1, 8) if case[s] == "int8-tensor" else None) for i, s in enumerate("kv"))
+        side = lambda i, s: Side(case[s], i, case, dims[i], F(1, 8) if case[s] == "int8-tensor" else None)  # noqa: E731
+        k = side(0, "k")
+        v = k.values(dims[1]) if v_scheme == "latents" else side(1, "v")
         for head in range(2):
             q = [F((d * 37 + head * 11 + 5) % 129 - 64, 64) * (case["query"] or 1) for d in range(k.dim)]
             out, lse = attend(case, k, v, q, case["sinks"][head] if case["sinks"] else None)
