@@ -21,7 +21,10 @@ use pyo3::{
     types::{PyBytes, PyCapsule},
 };
 
-use crate::{dlpack::Array, engine, errors};
+use crate::{
+    dlpack::{self, Array},
+    engine, errors,
+};
 use options::{Attending, CacheOptions, StepOptions, appends};
 
 pub use spans::merge_spans;
@@ -98,16 +101,10 @@ impl<'py> KvArrays<'py> {
         })
     }
 
-    /// Where V is none, rows of no tokens.
+    /// Those of [`dlpack::kv_rows`].
     fn rows(&self, config: &CacheConfig) -> PyResult<[Rows<'_>; 2]> {
-        let k = self.k.rows()?;
-        let v = match &self.v {
-            Some(v) => v.rows()?,
-            None => k
-                .no_tokens(config.num_kv_heads, config.head_dim.v)
-                .map_err(errors::of)?,
-        };
-        Ok([k, v])
+        let shape = [config.num_kv_heads, config.head_dim.v];
+        dlpack::kv_rows(&self.k, self.v.as_ref(), shape)
     }
 }
 

@@ -557,3 +557,19 @@ fn row_major(shape: &[usize]) -> Vec<i64> {
 pub fn stream_of(stream: u64) -> Stream {
     Stream::from_raw(stream as usize as *mut c_void)
 }
+/// Rows of K and of V; where V is none, as of latents, rows of no tokens of this many heads and dims.
+///
+/// # Errors
+/// Those of [`Array::rows`].
+pub fn kv_rows<'a>(
+    k: &'a Array<'_>,
+    v: Option<&'a Array<'_>>,
+    [heads, v_dim]: [usize; 2],
+) -> PyResult<[Rows<'a>; 2]> {
+    let k = k.rows()?;
+    let v = match v {
+        Some(v) => v.rows()?,
+        None => k.no_tokens(heads, v_dim).map_err(errors::of)?,
+    };
+    Ok([k, v])
+}

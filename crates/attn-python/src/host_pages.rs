@@ -6,7 +6,11 @@ use attn::{
 };
 use pyo3::{prelude::*, types::PyCapsule};
 
-use crate::{dlpack::Array, errors, modifiers::Modifiers};
+use crate::{
+    dlpack::{self, Array},
+    errors,
+    modifiers::Modifiers,
+};
 
 /// The layout of the pages, and the backend that writes and reads them.
 #[pyclass(frozen, module = "attn._attn")]
@@ -80,12 +84,13 @@ impl HostPages {
         &self,
         py: Python<'_>,
         k: &Bound<'_, PyCapsule>,
-        v: &Bound<'_, PyCapsule>,
+        v: Option<&Bound<'_, PyCapsule>>,
         pool: &Bound<'_, PyCapsule>,
         slots: &Bound<'_, PyCapsule>,
         centres: Option<(Bound<'_, PyCapsule>, Bound<'_, PyCapsule>)>,
     ) -> PyResult<()> {
-        let (k, v) = (Array::new("k", k)?, Array::new("v", v)?);
+        let k = Array::new("k", k)?;
+        let v = v.map(|v| Array::new("v", v)).transpose()?;
         let (mut pool, slots) = (Array::new("pool", pool)?, Array::new("slots", slots)?);
         let centres = match &centres {
             Some((pages, positions)) => Some((
@@ -101,7 +106,9 @@ impl HostPages {
             }),
             None => None,
         };
-        let (k, v, slots, pool) = (k.rows()?, v.rows()?, slots.i64s()?, pool.bytes_mut()?);
+        let [_, [_, heads, v_dim]] = self.pages.layout().shapes(0);
+        let [k, v] = dlpack::kv_rows(&k, v.as_ref(), [heads, v_dim])?;
+        let (slots, pool) = (slots.i64s()?, pool.bytes_mut()?);
         let (backend, pages) = (&self.backend, &self.pages);
         py.detach(|| backend.append_slots(pages, pool, slots, k, v, centres))
             .map_err(errors::of)

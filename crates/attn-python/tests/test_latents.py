@@ -63,3 +63,16 @@ def test_values_are_given_where_they_are_stored_alone(format, v, message):
 def test_dims_that_are_no_part_of_a_key_are_refused(options):
     with pytest.raises(attn.ParameterError, match="int8-latents"):
         attn.Cache("int8-latents", heads=1, max_tokens=64, device="cpu", **options)
+
+
+def test_pages_of_the_callers_own_take_k_alone():
+    pages = attn.HostPages("int8-latents", kv_heads=1, dim=DIM, v_dim=V_DIM)
+    pool, k, q = numpy.zeros(3 * pages.page_stride, "u1"), rows(8, 100, 1, DIM), rows(9, 1, 16, DIM)
+    assert pages.page_bytes == 64 * (DIM + 2)
+    slots = numpy.concatenate([numpy.arange(128, 192), numpy.arange(36)])
+    pages.append_slots(k, None, pool, slots)
+    cache = cache_of()
+    cache.append(k)
+    assert (pages.attend(q, pool, numpy.array([[2, 0]], "i4"), [100]) == cache.attend(q)).all()
+    with pytest.raises(attn.ParameterError, match="needed: None"):
+        pages.append_slots(k, k[..., :V_DIM], pool, slots)

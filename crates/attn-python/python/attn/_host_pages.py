@@ -7,7 +7,7 @@ from typing import Any, Optional, Sequence
 
 from . import _attn
 from ._arrays import Results, Rows
-from ._options import Modifiers, count, counts, flag, format_name, optional_count, refusal
+from ._options import Modifiers, check_values, count, counts, flag, format_name, optional_count, refusal
 
 
 class HostPages:
@@ -41,10 +41,11 @@ class HostPages:
         centres: bool = False,
         page_stride: Optional[int] = None,
     ) -> None:
+        self._format = format_name(format)
         self._v_dim = count("v_dim", dim if v_dim is None else v_dim, 1)
         head_dim = (count("dim", dim, 1), self._v_dim)
         self._centres, stride = flag("centres", centres), optional_count("page_stride", page_stride, 1)
-        self._pages = _attn.HostPages(format_name(format), count("kv_heads", kv_heads, 1), head_dim, count("page_size", page_size, 1), self._centres, stride)
+        self._pages = _attn.HostPages(self._format, count("kv_heads", kv_heads, 1), head_dim, count("page_size", page_size, 1), self._centres, stride)
 
     @property
     def page_bytes(self) -> int:
@@ -56,11 +57,11 @@ class HostPages:
         """Bytes from where a page of the pool begins to where the next one does."""
         return self._pages.page_stride
 
-    def append_slots(self, k: Any, v: Any, pool: Any, slots: Any, first_pages: Any = None, positions: Any = None) -> None:
+    def append_slots(self, k: Any, v: Optional[Any], pool: Any, slots: Any, first_pages: Any = None, positions: Any = None) -> None:
         """Appends tokens that bring their places: any number, of any sequences. A call that is refused changes nothing.
 
         Args:
-            k, v: `[tokens, KV heads, dim]`, of V v_dim, float32, float16 or bfloat16; tokens may lie apart.
+            k, v: `[tokens, KV heads, dim]`, of V v_dim, float32, float16 or bfloat16; tokens may lie apart. Of latents v is None.
             slots: int64 `[tokens]`, page · page_size + token of the page; negative: skipped, whatever the token holds. Of tokens with the same slot, the last one stays.
             first_pages: of pages with centres, int32 `[tokens]`: the page that holds the first tokens of the token's sequence.
             positions: of pages with centres, int32 `[tokens]`: the token's number in its sequence. Token 0 makes the sequence's first centre; a call with token 63 makes the second one,
@@ -69,6 +70,7 @@ class HostPages:
         Raises:
             ShapeError, ParameterError; NumberError for NaN, infinity and numbers that the format does not take.
         """
+        check_values(self._format, v)
         centres = None
         for what, x in (("first_pages", first_pages), ("positions", positions)):
             if (x is not None) != self._centres:
@@ -77,7 +79,7 @@ class HostPages:
             centres = (Rows("first_pages", first_pages).capsule(None), Rows("positions", positions).capsule(None))
         self._pages.append_slots(
             Rows("k", k).capsule(None),
-            Rows("v", v).capsule(None),
+            None if v is None else Rows("v", v).capsule(None),
             Rows("pool", pool, writable=True).capsule(None),
             Rows("slots", slots).capsule(None),
             centres,
