@@ -75,6 +75,7 @@ fn cached(
         cache.write_page(page as u32, &garbage).unwrap();
     }
     for (b, [k, v]) in inputs.kv.iter().enumerate() {
+        let v: &[f32] = if format.latents { &[] } else { v };
         cache.append(b, k, v).unwrap();
     }
     cache
