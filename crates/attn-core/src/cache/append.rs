@@ -55,7 +55,7 @@ pub(super) type ShapedRows<'a> = [(Rows<'a>, Layout); 2];
 
 impl KvCache {
     /// Appends tokens to one sequence: `k` and `v` are `[tokens, num_kv_heads, head_dim]` in f32, f16 or bf16, side by side
-    /// or at strides ([`Rows::strided`]).
+    /// or at strides ([`Rows::strided`]). Of latents ([`KvFormat::latents`]) `v` is of no tokens: `&[]`, or [`Rows::no_tokens`] of a device's.
     ///
     /// The bytes do not depend on how many tokens come at once. Residual pages that the sequence no longer keeps are freed when the tokens are
     /// written; if the pool has too few other pages, they take the new tokens instead. Of formats with a window, up to

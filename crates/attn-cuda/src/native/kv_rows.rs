@@ -11,7 +11,7 @@ use crate::{handles::DeviceAddress, sizes};
 pub struct KvRows {
     /// Rows of K.
     pub k: DeviceAddress,
-    /// Rows of V.
+    /// Rows of V; of latents appends read none.
     pub v: DeviceAddress,
     /// Number format of `k` and `v`.
     pub dtype: Dtype,
