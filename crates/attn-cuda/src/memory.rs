@@ -273,6 +273,13 @@ mod tests {
             (Dtype::F16, STREAM)
         );
 
+        // Latents: V is of no tokens, and lies where K does.
+        let latents = Rows::on_device(&k, [1, 3, 2, 64], [0, 136, 64]).unwrap();
+        let none = latents.no_tokens(2, 48).unwrap();
+        let none = none.device_rows("v", [0, 2, 48]).unwrap();
+        let tokens = CallRows::on(1).tokens([rows(&k, 136, 64), none]).unwrap();
+        assert_eq!((tokens.k.get(), tokens.v_token_stride), (0x100, 96));
+
         let refusal = |k: DeviceRows<'_>| said(CallRows::on(1).tokens([k, rows(&v, 128, 64)]));
         assert!(refusal(rows(&k, 132, 64)).contains("132 elements, 264 bytes"));
         assert!(refusal(rows(&k, 144, 72)).contains("heads that lie apart"));

@@ -502,3 +502,26 @@ def test_plans_share_what_launches_leave_nothing_in(rng, format):
     assert torch.equal(attend(shared[2], 64)[0], wanted[2][0])
     with pytest.raises(attn.ParameterError, match="scratch"):
         attn.torch.Plan(format, q_lens=[1], scratch=scratch._memory, **dims)
+
+
+def test_latents_are_appended_as_k_alone(rng):
+    """A cache's and a plan's, by a step and by slots: the bits of the CPU."""
+    shape = dict(dim=576, v_dim=512)
+    ours, cpu = (attn.Cache("int8-latents", heads=1, max_tokens=512, device=device, **shape) for device in ("cuda", "cpu"))
+    plan = plan_of("int8-latents", [1], heads=16, kv_heads=1, **shape)
+    pool, tokens = plan.new_pool(8), 300
+    table, slots = torch.arange(7, -1, -1, dtype=torch.int32).cuda()[None], torch.arange(tokens).cuda()
+    slots = table[0].long()[slots // 64] * 64 + slots % 64
+    k, q = on_gpu(rows(rng, tokens, 1, 576)), on_gpu(rows(rng, 1, 16, 576))
+    ours.append(k[:-1])
+    ours.append(k[-1:])
+    cpu.append(k.cpu().numpy())
+    wanted = cpu.attend(q.cpu().numpy())
+    assert ours.save(0) == cpu.save(0) and (ours.attend(q).cpu().numpy() == wanted).all()
+    lens = torch.tensor([tokens], dtype=torch.int32, device="cuda")
+    plan.append_slots(k[:-1], None, pool, slots[:-1])
+    assert (plan.step(q, k[-1:], None, pool, table, lens).cpu().numpy() == wanted).all()
+    with pytest.raises(attn.ParameterError, match="needed: None"):
+        plan.append_slots(k, k[..., :512], pool, slots)
+    with pytest.raises(attn.ParameterError, match="needed: V beside K"):
+        plan_of("int8", [1], heads=16, kv_heads=1, **shape).append_slots(k, None, pool, slots)
