@@ -523,6 +523,21 @@ impl KvFormat {
         Ok(())
     }
 
+    /// Refuses elements of V beside latents.
+    ///
+    /// # Errors
+    /// [`Error::Parameter`].
+    pub(crate) fn check_appended_v(self, elements: usize) -> Result<(), Error> {
+        match self.latents && elements > 0 {
+            true => refuse(
+                "v",
+                format_args!("{elements} elements"),
+                "none beside latents, as their V is the first elements of K; int8 stores K and V",
+            ),
+            false => Ok(()),
+        }
+    }
+
     /// Refuses latents.
     ///
     /// # Errors

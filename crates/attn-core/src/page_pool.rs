@@ -236,6 +236,7 @@ impl<'a> SlotAppend<'a> {
             Some(_) => writes.partition_point(|write| write.position < TILE),
             None => writes.len(),
         };
+        layout.format().check_appended_v(v.len())?;
         let [in_k, in_v] = layout.shapes(slots.len());
         let (in_k, in_v) = (k.check_host("k", in_k)?, v.check_host("v", in_v)?);
         let kv = [k.widened(in_k, "K in f32")?, v.widened(in_v, "V in f32")?];

@@ -113,6 +113,7 @@ impl KvCache {
         k: Rows<'a>,
         v: Rows<'a>,
     ) -> Result<ShapedRows<'a>, Error> {
+        self.config.format.check_appended_v(v.len())?;
         let [of_k, of_v] = self.layout.shapes(tokens);
         let (in_k, in_v) = (k.check_host("k", of_k)?, v.check_host("v", of_v)?);
         Ok([(k, in_k), (v, in_v)])
