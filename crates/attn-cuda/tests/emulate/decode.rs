@@ -3,6 +3,7 @@
 mod centred;
 mod covering;
 mod inputs;
+mod jobs;
 mod shapes;
 
 use std::sync::Arc;
@@ -33,10 +34,10 @@ use attn_kernels::cuda::{
 use libtest_mimic::Trial;
 
 use self::{
-    centred::{Centred, centred_shapes},
+    centred::Centred,
     covering::covering,
     inputs::{Inputs, aligned},
-    shapes::{chosen, many_rows, short_ones, wide_rows},
+    jobs::Shapes,
 };
 use crate::{Kernels, address, numbers, paged_rows::PagedRows, pages::padded_at};
 
@@ -418,131 +419,6 @@ impl Job {
     }
 }
 
-/// The jobs of the shapes so far, and how many shapes are left to GPUs.
-struct Shapes {
-    jobs: Vec<Job>,
-    left: usize,
-    /// Shapes of rows: each second one has them in pages.
-    views: usize,
-}
-
-impl Shapes {
-    fn add(&mut self, case: Case) -> Result<()> {
-        if !case.is_view() {
-            return self.add_as(&case, KvLayout::Pages(case.page_size));
-        }
-        self.views += 1;
-        let layout = match self.views % 2 {
-            0 => KvLayout::Rows,
-            _ => KvLayout::PagedRows([16, 64, 32, 128][self.views / 2 % 4]),
-        };
-        self.add_as(&case, layout)
-    }
-
-    fn add_as(&mut self, case: &Case, layout: KvLayout) -> Result<()> {
-        let job_of =
-            |kind, preferences| Job::new(kind, case.clone(), layout, preferences, Arch::Sm90a);
-        let job = |kernel| job_of(PlanKind::Known, prefers(kernel));
-        match job(KernelChoice::SplitKv(None))? {
-            Some(job) => self.jobs.push(job),
-            None => self.left += 1,
-        }
-        self.add_many_rows(case, layout, PlanKind::Known)?;
-        for (job, kernel) in [
-            (job(KernelChoice::LowLatency)?, Kernel::LowLatencyCluster),
-            (
-                job(KernelChoice::LowLatencyGlobal)?,
-                Kernel::LowLatencyGlobal,
-            ),
-        ] {
-            self.jobs
-                .extend(job.filter(|job| job.plan.config.kernel == kernel));
-        }
-        let from_f16 = Preferences {
-            dequantize: Some(true),
-            ..prefers(KernelChoice::ManyRows)
-        };
-        // Lists that the device makes are read as those of the host: of shapes with one number of query tokens, every third has both.
-        let is_listed = case.problem.uniform_q_len().is_none() || case.seed.is_multiple_of(3);
-        let kinds = [PlanKind::Known, PlanKind::Ragged];
-        for kind in &kinds[..1 + usize::from(is_listed)] {
-            let job = job_of(*kind, from_f16)?;
-            self.jobs
-                .extend(job.filter(|job| job.plan.dequantized.is_some()));
-        }
-        if case.problem.max_q_len() > 1 && is_listed {
-            let split_kv = prefers(KernelChoice::SplitKv(None));
-            self.jobs.extend(job_of(PlanKind::Ragged, split_kv)?);
-            self.add_many_rows(case, layout, PlanKind::Ragged)?;
-        }
-        Ok(())
-    }
-
-    /// Shapes that are chosen for a kernel's own edges. What else attends those of `many_rows.cu`, or by a list of the device's, is left in `self.jobs`; the rest is returned.
-    fn add_chosen(&mut self) -> Result<Vec<Job>> {
-        let of_table = std::mem::take(&mut self.jobs);
-        for case in many_rows() {
-            self.jobs.extend(without_copy_engine(&case)?);
-            self.add(case)?;
-        }
-        let (own, others): (Vec<Job>, Vec<Job>) = std::mem::take(&mut self.jobs)
-            .into_iter()
-            .partition(|job| job.is_known_many_rows());
-        self.jobs = own;
-        for case in chosen() {
-            self.jobs.extend(without_copy_engine(&case)?);
-            self.add(case)?;
-        }
-        for case in wide_rows() {
-            let layout = KvLayout::Pages(case.page_size);
-            self.add_many_rows(&case, layout, PlanKind::Known)?;
-            if case.problem.max_q_len() > 1 {
-                self.add_many_rows(&case, layout, PlanKind::Ragged)?;
-            }
-        }
-        for case in short_ones() {
-            for kernel in [KernelChoice::SplitKv(None), KernelChoice::LowLatencyGlobal] {
-                self.jobs
-                    .push(Job::of_long_plan(case.clone(), prefers(kernel))?);
-            }
-        }
-        self.add_centred(centred_shapes())?;
-        let chosen = std::mem::replace(&mut self.jobs, of_table);
-        self.jobs.extend(others);
-        Ok(chosen)
-    }
-
-    /// By `many_rows.cu` alone, where it covers the shape.
-    fn add_many_rows(&mut self, case: &Case, layout: KvLayout, kind: PlanKind) -> Result<()> {
-        let preferences = prefers(KernelChoice::ManyRows);
-        let job = Job::new(kind, case.clone(), layout, preferences, Arch::Sm90a)?;
-        let is_covered = |job: &Job| job.plan.config.kernel.is_many_rows();
-        self.jobs.extend(job.filter(is_covered));
-        Ok(())
-    }
-}
-
-/// The kernel of many rows as an A100 has it, and from pages of the workspace where rows are attended so there alone.
-fn without_copy_engine(case: &Case) -> Result<Vec<Job>> {
-    let layout = match case.is_view() {
-        true if case.seed.is_multiple_of(2) => KvLayout::Rows,
-        true => KvLayout::PagedRows(16),
-        false => KvLayout::Pages(case.page_size),
-    };
-    let as_it_is = prefers(KernelChoice::ManyRows);
-    let from_pages = Preferences {
-        dequantize: Some(true),
-        ..as_it_is
-    };
-    let job =
-        |preferences, arch| Job::new(PlanKind::Known, case.clone(), layout, preferences, arch);
-    let is_made = |job: &Job| job.plan.dequantized.is_some();
-    let many_rows = job(as_it_is, Arch::Sm80)?.filter(|job| job.plan.config.kernel.is_many_rows());
-    let elsewhere = job(from_pages, Arch::Sm90a)?.is_some_and(|job| is_made(&job));
-    let made = job(from_pages, Arch::Sm80)?.filter(|job| is_made(job) && !elsewhere);
-    Ok(many_rows.into_iter().chain(made).collect())
-}
-
 /// A test for each kernel of each shape: the chosen ones, the conformance table's, and `count` random ones from `seed` on. Without a size, of the
 /// reduced table's kernels and of random shapes' those that [`covering`] chooses.
 pub fn trials(
@@ -551,11 +427,7 @@ pub fn trials(
     count: u64,
     seed: u64,
 ) -> Result<Vec<Trial>> {
-    let mut shapes = Shapes {
-        jobs: Vec::new(),
-        left: 0,
-        views: 0,
-    };
+    let mut shapes = Shapes::default();
     let random = (seed..seed + count).map(random);
     for case in table(size.unwrap_or(Size::Reduced))
         .into_iter()
