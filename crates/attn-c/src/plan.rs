@@ -10,8 +10,8 @@ use std::{
 use attn::{
     CacheConfig, Heads, KvFormat, PageLayout, Problem,
     backends::cuda::native::{
-        AppendArgs, AppendShape, KvLayout, ListBlocksArgs, NativePlan, Prepared, SlotAppendArgs,
-        alibi_slopes_log2,
+        AppendArgs, AppendShape, KvLayout, ListBlocksArgs, NativePlan, PlanFor, PlanKind, Prepared,
+        SlotAppendArgs, alibi_slopes_log2,
     },
 };
 
@@ -178,12 +178,16 @@ pub unsafe extern "C" fn attn_plan_create(
             }
             _ => (KvLayout::PagedRows(pages.page_size), None),
         };
-        let handle = Plan {
-            plan: match (given.spans, given.ragged) {
-                (0, 0) => gpu.prepare(&problem, format, kv)?,
-                (0, _) => gpu.prepare_ragged(&problem, format, kv)?,
-                _ => gpu.prepare_spans(&problem, format, kv)?,
+        let plan_for = PlanFor {
+            kind: match (given.spans, given.ragged) {
+                (0, 0) => PlanKind::Known,
+                (0, _) => PlanKind::Ragged,
+                _ => PlanKind::Spans,
             },
+            centres: false,
+        };
+        let handle = Plan {
+            plan: gpu.prepare_for(&problem, format, kv, plan_for)?,
             leaves_spans: given.spans != 0,
             append,
             layout,

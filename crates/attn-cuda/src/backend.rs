@@ -17,7 +17,7 @@ use crate::{
     error::{BACKEND, failed},
     gpu::CudaBackend,
     images,
-    native::{self, DeviceAddress, NativePlan, PlanKind, Stream},
+    native::{self, DeviceAddress, NativePlan, PlanFor, PlanKind, Stream},
     sizes,
     staged_view::{StagedView, layout_of},
     staging::Parts,
@@ -53,7 +53,11 @@ impl CudaBackend {
                 ..
             }
         );
-        let plan = planned.native((results.kind(), layout, has_centres), step.plan())?;
+        let plan_for = PlanFor {
+            kind: results.kind(),
+            centres: has_centres,
+        };
+        let plan = planned.native((plan_for, layout), step.plan())?;
         let q = step.q().packed(0..problem.query_tokens())?;
         check_elements(problem, problem.head_dim.k, "q", &q)?;
         let at_q = parts.add(&q)?;
@@ -167,8 +171,8 @@ impl HostResults<'_> {
     }
 }
 
-/// What launches of a plan differ in: what they leave, the layout of K and V, and whether keys lack centres of K.
-type Planning = (PlanKind, KvLayout, bool);
+/// What launches of a plan differ in.
+type Planning = (PlanFor, KvLayout);
 
 /// The launches of a plan.
 struct Planned {
@@ -179,24 +183,24 @@ struct Planned {
 impl Planned {
     /// The launch for K and V that lie so, prepared where it is the first. With centres of K it is exact: fast launches dequantize pages, and know no centres.
     fn native(&self, key: Planning, plan: &Plan) -> Result<Arc<NativePlan>, Error> {
-        let (kind, layout, has_centres) = key;
+        let (plan_for, layout) = key;
         let known = self.by_layout.lock();
         let mut known = known.unwrap_or_else(PoisonError::into_inner);
         if let Some((_, native)) = known.iter().find(|(of, _)| *of == key) {
             return Ok(native.clone());
         }
         let mut problem = plan.problem().clone();
-        if has_centres {
+        if plan_for.centres {
             problem.scores.arithmetic = Arithmetic::Exact;
         }
-        if kind == PlanKind::Spans {
+        if plan_for.kind == PlanKind::Spans {
             // Read on the device, or by the merge.
             problem.tokens_before.clear();
             problem.tokens_after.clear();
             problem.scores.sinks = None;
         }
         let of = (plan.format(), layout);
-        let native = native::prepare(kind, &self.device, &problem, of, has_centres)?;
+        let native = native::prepare(plan_for, &self.device, &problem, of)?;
         let native = Arc::new(native);
         known.push((key, native.clone()));
         Ok(native)
@@ -287,13 +291,14 @@ impl DecodeAttention for CudaBackend {
         };
         let plan = Plan::new(BACKEND, problem, format, planned)?;
         // Pages of other sizes, contiguous caches, and caches that have centres of K, or none, against their format's habit, are prepared by their first step.
-        let has_centres = format.check_centres().is_ok();
-        let kind = match is_shard(problem) {
-            true => PlanKind::Spans,
-            false => PlanKind::Known,
+        let usual = PlanFor {
+            kind: match is_shard(problem) {
+                true => PlanKind::Spans,
+                false => PlanKind::Known,
+            },
+            centres: format.check_centres().is_ok(),
         };
-        self.planned(&plan)?
-            .native((kind, USUAL, has_centres), &plan)?;
+        self.planned(&plan)?.native((usual, USUAL), &plan)?;
         Ok(plan)
     }
 

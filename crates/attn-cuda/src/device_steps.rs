@@ -14,7 +14,7 @@ use crate::{
     error::{BACKEND, FOREIGN_CACHE, failed},
     gpu::CudaBackend,
     memory::CallRows,
-    native::{DeviceAddress, NativePlan, PlanKind, Stream, prepare},
+    native::{DeviceAddress, NativePlan, PlanFor, PlanKind, Stream, prepare},
     store::CudaPages,
 };
 
@@ -112,7 +112,11 @@ impl CudaSteps {
         self.plans.get_or_make((kind, planned), |(kind, planned)| {
             let layout = KvLayout::Pages(config.page_size);
             let of = (config.format, layout);
-            let plan = prepare(*kind, device, planned, of, config.centres)?;
+            let plan_for = PlanFor {
+                kind: *kind,
+                centres: config.centres,
+            };
+            let plan = prepare(plan_for, device, planned, of)?;
             events::prepared(BACKEND, planned, config.format);
             Ok(plan)
         })

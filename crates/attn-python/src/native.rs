@@ -9,8 +9,8 @@ use attn::{
     CacheConfig, Heads, KvFormat, PageLayout, Problem, Window,
     backends::cuda::native::{
         AppendArgs, AppendShape, CentresArgs, DeviceAddress, DeviceKv, ExportArgs, KvLayout,
-        ListBlocksArgs, NativePlan, PageCentres, Prepared, SecondCentresArgs, SlotAppendArgs,
-        SpansArgs, alibi_slopes_log2,
+        ListBlocksArgs, NativePlan, PageCentres, PlanFor, PlanKind, Prepared, SecondCentresArgs,
+        SlotAppendArgs, SpansArgs, alibi_slopes_log2,
     },
     convert::Side,
 };
@@ -128,13 +128,15 @@ impl Plan {
                     (KvLayout::Pages(options.page_size), Some(launches))
                 }
             };
-            let plan = match (options.spans, options.ragged, options.centres) {
-                (true, ..) => gpu.prepare_spans(&problem, format, kv)?,
-                (_, true, true) => gpu.prepare_ragged_with_centres(&problem, format, kv)?,
-                (_, true, false) => gpu.prepare_ragged(&problem, format, kv)?,
-                (_, _, true) => gpu.prepare_with_centres(&problem, format, kv)?,
-                _ => gpu.prepare(&problem, format, kv)?,
+            let plan_for = PlanFor {
+                kind: match (options.spans, options.ragged) {
+                    (true, _) => PlanKind::Spans,
+                    (_, true) => PlanKind::Ragged,
+                    _ => PlanKind::Known,
+                },
+                centres: options.centres && !options.spans,
             };
+            let plan = gpu.prepare_for(&problem, format, kv, plan_for)?;
             Ok((plan, launches, layout))
         };
         let (plan, launches, layout) = py.detach(prepare).map_err(errors::of)?;

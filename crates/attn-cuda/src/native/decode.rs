@@ -18,7 +18,7 @@ use super::{
     launch_plan::LaunchPlan,
     list_blocks::ListBlocksArgs,
     op::{self, Prepared, prepare_op},
-    query_blocks::PlanKind,
+    query_blocks::{PlanFor, PlanKind},
     rows::{self, RowsOf},
 };
 use crate::{
@@ -65,7 +65,7 @@ impl NativePlan {
     }
 
     /// What launches read at [`DecodeArgs::query_blocks`]: which query tokens are attended together. None where every sequence has the same
-    /// number of query tokens, up to 16, and for a plan of [`CudaBackend::prepare_ragged`], whose list the device makes.
+    /// number of query tokens, up to 16, and for a plan of [`PlanKind::Ragged`], whose list the device makes.
     #[must_use]
     pub fn query_blocks(&self) -> &[QueryBlock] {
         self.launch_plan.query_blocks()
@@ -148,7 +148,8 @@ impl NativePlan {
     pub fn list_blocks(&self) -> Result<&Prepared<ListBlocksArgs>, Error> {
         let Some(list_blocks) = &self.list_blocks else {
             let given = "a plan that knows the query tokens of each sequence";
-            let allowed = "one of prepare_ragged; or pass NativePlan::query_blocks to its launches";
+            let allowed =
+                "one of PlanKind::Ragged; or pass NativePlan::query_blocks to its launches";
             return refuse("plan", given, allowed);
         };
         Ok(list_blocks)
@@ -157,11 +158,10 @@ impl NativePlan {
 
 /// Prepares launches, with the kernel for keys that lack centres of K, or as they are.
 pub(crate) fn prepare(
-    kind: PlanKind,
+    PlanFor { kind, centres }: PlanFor,
     device: &Device,
     problem: &Problem,
     (format, layout): (KvFormat, KvLayout),
-    centres: bool,
 ) -> Result<NativePlan, Error> {
     let launch_plan = LaunchPlan::new(
         kind,
@@ -251,9 +251,9 @@ pub(crate) unsafe fn launch_decode_as(
     if plan.launch_plan.leaves_spans() != spans.is_some() {
         let given = match spans {
             Some(_) => "a plan whose launches finish their rows",
-            None => "a plan of prepare_spans, whose launches leave the states of spans",
+            None => "a plan of PlanKind::Spans, whose launches leave the states of spans",
         };
-        let allowed = "a plan of prepare_spans for attend_spans_on, any other for decode_on";
+        let allowed = "a plan of PlanKind::Spans for attend_spans_on, any other for decode_on";
         return refuse("plan", format_args!("{given}"), allowed);
     }
     if plan.problem.rows() == 0 {
@@ -340,63 +340,25 @@ impl CudaBackend {
         format: KvFormat,
         layout: KvLayout,
     ) -> Result<NativePlan, Error> {
-        self.plan((PlanKind::Known, false), problem, format, layout)
+        self.prepare_for(problem, format, layout, PlanFor::default())
     }
 
-    /// Prepares, as [`CudaBackend::prepare`] does, for steps whose sequences bring any numbers of query tokens: what the problem says of `q_lens` is how many
-    /// sequences and how many query tokens in all there are at most, and the most that one sequence mostly has, for which the kernel is chosen.
-    /// [`ListBlocksArgs`] tells launches how the tokens are shared.
+    /// As [`CudaBackend::prepare`], for launches of another kind, or over keys that lack centres of K.
     ///
     /// # Errors
-    /// Those of [`CudaBackend::prepare`].
-    pub fn prepare_ragged(
+    /// [`Error::Parameter`] for centres of a format whose caches have none; those of [`CudaBackend::prepare`].
+    pub fn prepare_for(
         &self,
         problem: &Problem,
         format: KvFormat,
         layout: KvLayout,
+        plan_for: PlanFor,
     ) -> Result<NativePlan, Error> {
-        self.plan((PlanKind::Ragged, false), problem, format, layout)
-    }
-
-    /// As [`CudaBackend::prepare`], for steps over keys that lack centres of K ([`CudaBackend::decode_with_centres_on`]): their kernel is loaded in place of the other one, which
-    /// a launch over other keys would load first.
-    ///
-    /// # Errors
-    /// [`Error::Parameter`] for a format whose caches have no centres; those of [`CudaBackend::prepare`].
-    pub fn prepare_with_centres(
-        &self,
-        problem: &Problem,
-        format: KvFormat,
-        layout: KvLayout,
-    ) -> Result<NativePlan, Error> {
-        self.plan((PlanKind::Known, true), problem, format, layout)
-    }
-
-    /// As [`CudaBackend::prepare_ragged`], for keys that lack centres of K.
-    ///
-    /// # Errors
-    /// Those of [`CudaBackend::prepare_with_centres`].
-    pub fn prepare_ragged_with_centres(
-        &self,
-        problem: &Problem,
-        format: KvFormat,
-        layout: KvLayout,
-    ) -> Result<NativePlan, Error> {
-        self.plan((PlanKind::Ragged, true), problem, format, layout)
-    }
-
-    fn plan(
-        &self,
-        (kind, centres): (PlanKind, bool),
-        problem: &Problem,
-        format: KvFormat,
-        layout: KvLayout,
-    ) -> Result<NativePlan, Error> {
-        if centres {
+        if plan_for.centres {
             format.check_centres()?;
         }
         self.device.bind()?;
-        let plan = prepare(kind, &self.device, problem, (format, layout), centres)?;
+        let plan = prepare(plan_for, &self.device, problem, (format, layout))?;
         plan.launch_plan.check_longest(problem)?;
         Ok(plan)
     }
@@ -451,21 +413,6 @@ impl CudaBackend {
         unsafe { launch_decode_as(&self.device, plan, stream.raw(), args, &beside) }
     }
 
-    /// Prepares launches over shards of sequences, whole spans of 1024 tokens each but for the last shard, for
-    /// [`CudaBackend::attend_spans_on`]. The problem's `kv_lens` are those of this shard; where tokens lie ahead or follow is read on the device, and
-    /// its `tokens_before`, `tokens_after` and `sinks` do not matter.
-    ///
-    /// # Errors
-    /// Those of [`CudaBackend::prepare`].
-    pub fn prepare_spans(
-        &self,
-        problem: &Problem,
-        format: KvFormat,
-        layout: KvLayout,
-    ) -> Result<NativePlan, Error> {
-        self.plan((PlanKind::Spans, false), problem, format, layout)
-    }
-
     /// Enqueues the attention of a shard, and leaves the states of its spans, which [`MergeSpansArgs`](crate::native::MergeSpansArgs) merges with those of other shards:
     /// the states of [`DecodeAttention::attend_spans`](attn_core::DecodeAttention::attend_spans) on the CPU, bit for bit for integer formats. Can be captured.
     ///
@@ -477,7 +424,7 @@ impl CudaBackend {
     /// multiple of 1024: other shards have no wild access, and other bits than one device.
     ///
     /// # Errors
-    /// [`Error::Parameter`] for a plan that [`CudaBackend::prepare_spans`] has not made; those of [`CudaBackend::decode_on`].
+    /// [`Error::Parameter`] for a plan of another kind than [`PlanKind::Spans`]; those of [`CudaBackend::decode_on`].
     pub unsafe fn attend_spans_on(
         &self,
         plan: &NativePlan,

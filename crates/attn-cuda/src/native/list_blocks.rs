@@ -13,7 +13,7 @@ use crate::{handles::DeviceAddress, sizes};
 const THREADS: usize = 256;
 const MOST_LISTERS: usize = 32;
 
-/// The list of a step's query blocks, for a plan of [`CudaBackend::prepare_ragged`](crate::CudaBackend::prepare_ragged), whose
+/// The list of a step's query blocks, for a plan of [`PlanKind::Ragged`](crate::native::PlanKind), whose
 /// [`NativePlan::list_blocks`](crate::native::NativePlan::list_blocks) has the kernel. Once for a step: the launches of all its layers read the list. Sequences may bring other numbers of query
 /// tokens each time that a captured graph runs.
 ///

@@ -87,7 +87,7 @@ pub use op::{Op, Prepared};
 pub(crate) use op::{enqueue, prepare_op};
 pub use page_centres::PageCentres;
 pub use pages::Pages;
-pub(crate) use query_blocks::PlanKind;
+pub use query_blocks::{PlanFor, PlanKind};
 pub use rotary::{RotaryArgs, RotaryQueries};
 pub use slots::{SlotAppendArgs, SlotCentres};
 

@@ -10,15 +10,29 @@ use crate::{error::BACKEND, sizes};
 /// The most query tokens of a launch plan: their blocks take half a gigabyte at least.
 const MOST_TOKENS: usize = 1 << 25;
 
-/// What a launch plan is for.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+/// What the launches of a plan know of sequences, and what they leave.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum PlanKind {
-    /// The query tokens of each sequence that the problem says.
+    /// The query tokens of each sequence are those that the problem says.
+    #[default]
     Known,
-    /// Each sequence brings any number of query tokens, as many as the problem's in all: the device lists the blocks.
+    /// Sequences bring any numbers of query tokens: what the problem says of `q_lens` is how many sequences and how many query tokens in all there are at most, and the most
+    /// that one sequence mostly has, for which the kernel is chosen. [`ListBlocksArgs`](crate::native::ListBlocksArgs) tells launches how the tokens are shared.
     Ragged,
-    /// The query tokens are known, sequences are shards: launches leave the states of their spans.
+    /// As `Known`, over shards of sequences, whole spans of 1024 tokens each but for the last shard: [`CudaBackend::attend_spans_on`](crate::CudaBackend::attend_spans_on) leaves the
+    /// states of spans. The problem's `kv_lens` are those of this shard; where tokens lie ahead or follow is read on the device, and its `tokens_before`, `tokens_after` and
+    /// `sinks` do not matter.
     Spans,
+}
+
+/// What a native plan is for ([`CudaBackend::prepare_for`](crate::CudaBackend::prepare_for)).
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct PlanFor {
+    /// What its launches know of sequences, and what they leave.
+    pub kind: PlanKind,
+    /// Whether they attend keys that lack centres of K ([`CudaBackend::decode_with_centres_on`](crate::CudaBackend::decode_with_centres_on)): their kernel is loaded in place of the
+    /// other one, which a launch over other keys loads then.
+    pub centres: bool,
 }
 
 /// What each block of a launch is.

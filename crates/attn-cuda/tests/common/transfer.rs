@@ -28,7 +28,7 @@ pub trait Machine {
     /// # Safety
     /// Those of `CudaBackend::enqueue`.
     unsafe fn enqueue<O: Op>(&self, shape: O::Shape, op: &O) -> Result<()>;
-    /// The query blocks of a plan of `prepare_spans` for this problem, as words; none where it has none.
+    /// The query blocks of a plan of `PlanKind::Spans` for this problem, as words; none where it has none.
     fn query_blocks(&self, planned: (&Problem, KvFormat, KvLayout)) -> Result<Vec<[i32; 4]>>;
     /// A launch of such a plan.
     ///

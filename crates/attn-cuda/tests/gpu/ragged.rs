@@ -5,7 +5,7 @@ use attn_conformance::trials::Trials;
 use attn_core::{Error, KvFormat};
 use attn_cuda::{
     CudaBackend, CudaError, Options,
-    native::{Dtype, KvLayout, ListBlocksArgs},
+    native::{Dtype, KvLayout, ListBlocksArgs, PlanFor, PlanKind},
 };
 use cudarc::driver::{CudaSlice, sys};
 
@@ -25,7 +25,11 @@ fn ragged<'a>(
     tokens: usize,
 ) -> Result<(Engine<'a>, CudaSlice<u8>)> {
     let mut engine = Engine::new(gpu, format, tokens, Dtype::Bf16)?;
-    engine.plan = gpu.prepare_ragged(&engine.problem, format, KvLayout::Pages(PAGE))?;
+    let ragged = PlanFor {
+        kind: PlanKind::Ragged,
+        centres: false,
+    };
+    engine.plan = gpu.prepare_for(&engine.problem, format, KvLayout::Pages(PAGE), ragged)?;
     engine.workspace = engine.buffers.bytes(engine.plan.workspace_bytes())?;
     let list = engine.buffers.bytes(engine.plan.query_blocks_bytes())?;
     Ok((engine, list))

@@ -7,7 +7,7 @@ use attn_core::{KvFormat, Problem};
 use attn_cuda::{
     CudaBackend,
     internals::context,
-    native::{DecodeArgs, DeviceAddress, KvLayout, Op, SpansArgs},
+    native::{DecodeArgs, DeviceAddress, KvLayout, Op, PlanFor, PlanKind, SpansArgs},
 };
 use cudarc::driver::CudaSlice;
 
@@ -15,6 +15,12 @@ use crate::{
     common_transfer::{Machine, Test},
     passes,
     shards::Case,
+};
+
+/// For plans that leave the states of spans.
+const SPANS: PlanFor = PlanFor {
+    kind: PlanKind::Spans,
+    centres: false,
 };
 
 /// A GPU, and memory on it.
@@ -46,7 +52,7 @@ impl Machine for OnGpu<'_> {
         &self,
         (problem, format, layout): (&Problem, KvFormat, KvLayout),
     ) -> Result<Vec<[i32; 4]>> {
-        let plan = self.0.prepare_spans(problem, format, layout)?;
+        let plan = self.0.prepare_for(problem, format, layout, SPANS)?;
         let blocks = plan.query_blocks().iter();
         Ok(blocks
             .map(|b| [b.sequence, b.first, b.tokens, b.behind])
@@ -59,7 +65,7 @@ impl Machine for OnGpu<'_> {
         args: &DecodeArgs,
         to: &SpansArgs,
     ) -> Result<()> {
-        let plan = self.0.prepare_spans(problem, format, layout)?;
+        let plan = self.0.prepare_for(problem, format, layout, SPANS)?;
         // SAFETY: this function's contract.
         Ok(unsafe { self.0.attend_spans_on(&plan, self.1.raw(), args, to) }?)
     }
