@@ -97,6 +97,13 @@ DEVICE float quad_max(float x) {
     x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
     return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
 }
+// Of numbers of which some are positive; their shuffles do not wait for each other.
+DEVICE float quad_max_of_positive(float x) {
+    float other[3];
+#pragma unroll
+    for (int i = 0; i < 3; i++) other[i] = __shfl_xor_sync(~0u, x, i + 1);
+    return largest_of_positive(largest_of_positive(x, other[0], other[1]), other[2], other[2]);
+}
 template <class T> DEVICE T quad_sum(T x) {
     x += __shfl_xor_sync(~0u, x, 1);
     return x + __shfl_xor_sync(~0u, x, 2);

@@ -29,16 +29,19 @@ struct IntegerTiles : IntegerRows {
 
     // ---- a tile ----
 
-    // Where a side's codes of a tile lie in bytes, its parameters, and its residuals, or 0.
+    // Where a side's codes of a tile lie in bytes, its parameters, and its residuals, if it has some, as the whole warp knows.
     struct Place {
         u32 codes, params, residuals;
+        bool has_residuals;
     };
+    // Voted, so that the compiler knows it to be the warp's as a whole: a branch of a thread's own among products would make them wait for each other.
+    METHOD bool has_residuals(const WorkRange& range, int index) const { return WINDOW && __any_sync(~0u, range.has_residuals(index)); }
     METHOD Place wait_keys_or_values(bool is_k, bool residuals) {
         if constexpr (Config::UNPACKS) {
             u32 at = unpacked.wait();
             UnpackedRing next = unpacked;
             next.advance();
-            return {at, at + Config::UNPACKED_PARAMS, residuals ? next.wait() : 0};
+            return {at, at + Config::UNPACKED_PARAMS, residuals ? next.wait() : 0, residuals};
         } else if (is_k) {
             u32 at = ring.wait();
             return {at, at + Stage::K_CODES, 0};
@@ -56,23 +59,32 @@ struct IntegerTiles : IntegerRows {
             release_stages(ring, 1, lane);
         }
     }
+    // Left operands of products with residuals that are found ahead of all products: nothing else may be among those of a warpgroup.
+    template <int STEPS> static constexpr int FINE_AT_ONCE = ATTN_BULK ? STEPS : 1;
     METHOD void multiply_keys(const Place& at, int index, int (&sums)[SUMS_OF_TILE]) const {
+        constexpr int STEPS = Keys::PANELS / 2;
         u64 q = matrices(queries, 64 * 16), k = matrices(at.codes, TILE * 16);
+        // The queries of rows that read K with residuals.
+        u32 fine[FINE_AT_ONCE<STEPS>][4];
+        auto find_fine = [&](int i, u32(&a)[4]) {
+#pragma unroll
+            for (int n = 0; n < 4; n++) {
+                u32 word = lds32(queries + ((2 * i + n / 2) * 64 + 16 * warp + 8 * (n % 2) + lane / 4) * 16 + 4 * (lane % 4));
+                a[n] = n % 2 < THREAD_ROWS && is_fine(n % 2, index, Keys::WINDOW) ? word : 0;
+            }
+        };
+        if (ATTN_BULK && Keys::WINDOW && at.has_residuals)
+#pragma unroll
+            for (int i = 0; i < STEPS; i++) find_fine(i, fine[i]);
         products_begin();
 #pragma unroll
-        for (int i = 0; i < Keys::PANELS / 2; i++)
+        for (int i = 0; i < STEPS; i++)
             Products<!Keys::HAS_NIBBLES>::multiply_shared(sums, matrices_behind(q, i * 2 * 64 * 16), matrices_behind(k, i * 2 * TILE * 16), i > 0);
-        if (Keys::WINDOW && at.residuals)
+        if (Keys::WINDOW && at.has_residuals)
 #pragma unroll
-            for (int i = 0; i < Keys::PANELS / 2; i++) {
-                // The queries of rows that read K with residuals.
-                u32 a[4];
-#pragma unroll
-                for (int n = 0; n < 4; n++) {
-                    u32 word = lds32(queries + ((2 * i + n / 2) * 64 + 16 * warp + 8 * (n % 2) + lane / 4) * 16 + 4 * (lane % 4));
-                    a[n] = n % 2 < THREAD_ROWS && is_fine(n % 2, index, Keys::WINDOW) ? word : 0;
-                }
-                Products<false>::multiply_signed(sums, a, matrices(at.residuals + i * 2 * TILE * 16, TILE * 16), true);
+            for (int i = 0; i < STEPS; i++) {
+                if (!ATTN_BULK) find_fine(i, fine[0]);
+                Products<false>::multiply_signed(sums, fine[i % FINE_AT_ONCE<STEPS>], matrices(at.residuals + i * 2 * TILE * 16, TILE * 16), true);
             }
         products_commit();
     }
@@ -81,17 +93,25 @@ struct IntegerTiles : IntegerRows {
     static constexpr u32 BYTES_OF_ELEMENT = 32;  // two dims of 16 tokens
     METHOD void multiply_values(const Place& at, int index, const Weighed& w, int first, int (&values)[AT_ONCE]) const {
         u64 v = matrices(at.codes, K_DIM * 16);
+        // The weights of rows that read V with residuals.
+        u32 fine[FINE_AT_ONCE<2>][4];
+        auto find_fine = [&](int i, u32(&a)[4]) {
+#pragma unroll
+            for (int n = 0; n < 4; n++) a[n] = n % 2 < THREAD_ROWS && is_fine(n % 2, index, Values::WINDOW) ? w.a[i][n] : 0;
+        };
+        if (ATTN_BULK && Values::WINDOW && at.has_residuals)
+#pragma unroll
+            for (int i = 0; i < 2; i++) find_fine(i, fine[i]);
         products_begin();
 #pragma unroll
         for (int i = 0; i < 2; i++)
             Products<!Values::HAS_NIBBLES>::multiply_unsigned(values, w.a[i], matrices_behind(v, i * 2 * K_DIM * 16 + first * BYTES_OF_ELEMENT), i > 0);
-        if (Values::WINDOW && at.residuals)
+        if (Values::WINDOW && at.has_residuals)
 #pragma unroll
             for (int i = 0; i < 2; i++) {
-                u32 a[4];
-#pragma unroll
-                for (int n = 0; n < 4; n++) a[n] = n % 2 < THREAD_ROWS && is_fine(n % 2, index, Values::WINDOW) ? w.a[i][n] : 0;
-                Products<false>::multiply_unsigned(values, a, matrices(at.residuals + i * 2 * K_DIM * 16 + first * BYTES_OF_ELEMENT, K_DIM * 16), true);
+                if (!ATTN_BULK) find_fine(i, fine[0]);
+                Products<false>::multiply_unsigned(values, fine[i % FINE_AT_ONCE<2>],
+                                                   matrices(at.residuals + i * 2 * K_DIM * 16 + first * BYTES_OF_ELEMENT, K_DIM * 16), true);
             }
         products_commit();
     }
@@ -126,23 +146,38 @@ struct IntegerTiles : IntegerRows {
             l[h] = fmaf(w.total[h], f.beta, l[h] * f.alpha);
         }
     }
+    // Whether the warp attends: where work items are whole, few warps have no rows, and without a branch instructions are ordered across it.
+    METHOD bool attends() const { return (ATTN_BULK && Config::WHOLE_ITEMS) || has_rows; }
+    // Whether V's stage is waited for, and its parameters prepared, while products with K are under way.
+    static constexpr bool WAITS_FOR_BOTH = ATTN_BULK && !Config::UNPACKS;
+    METHOD Place wait_values_behind_keys() const {
+        Ring next = ring;
+        if (!Stage::HOLDS_BOTH) next.advance();
+        u32 at = next.wait();
+        if (Stage::HOLDS_BOTH) at += Stage::K_BLOCK_BYTES;
+        return {at, at + Stage::V_CODES, 0};
+    }
     // Folds a tile into the segment's state.
     METHOD void tile(const WorkRange& range, int index) {
-        bool residuals = range.has_residuals(index);
+        const bool residuals = has_residuals(range, index);
         Place at = wait_keys_or_values(true, Keys::WINDOW && residuals);
         int sums[SUMS_OF_TILE];
         multiply_keys(at, index, sums);
         KeyParams k;
         read_keys(at.params, k);  // while products run
+        if (WAITS_FOR_BOTH) {
+            at = wait_values_behind_keys();
+            if (attends()) prepare_weights(index, at.params);
+        }
         products_wait<0>();
         float s[SUMS_OF_TILE];
         find_scores(sums, index, k, s);
         release_keys_or_values(true, Keys::WINDOW && residuals);
-        at = wait_keys_or_values(false, Values::WINDOW && residuals);
+        if (!WAITS_FOR_BOTH) at = wait_keys_or_values(false, Values::WINDOW && residuals);
         Weighed w = {};
         w.alpha[0] = w.alpha[1] = 1.0f;
-        if (has_rows) {
-            prepare_weights(index, at.params);
+        if (attends()) {
+            if (!WAITS_FOR_BOTH) prepare_weights(index, at.params);
             weigh_tile(s, index, at.params, w);
             enter_tile(w);
         }
@@ -156,13 +191,13 @@ struct IntegerTiles : IntegerRows {
                     if (is_of_row(i)) o[i] = o[i] * w.alpha[i / 2 % 2];
             products_wait<0>();
             if (first + AT_ONCE == ELEMENTS) release_keys_or_values(false, Values::WINDOW && residuals);
-            if (has_rows) fold(values, first, index, w);
+            if (attends()) fold(values, first, index, w);
         }
     }
 
     // Waits for a tile's stages and passes them on.
     METHOD void pass_tile(const WorkRange& range, int index) {
-        bool residuals = range.has_residuals(index);
+        const bool residuals = has_residuals(range, index);
         wait_keys_or_values(true, Keys::WINDOW && residuals);
         release_keys_or_values(true, Keys::WINDOW && residuals);
         wait_keys_or_values(false, Values::WINDOW && residuals);

@@ -40,6 +40,7 @@ struct ThreadRows {
     // Of a tile's scores.
     METHOD float base_of(int h, int index) const { return !HAS_CENTRES ? SCORE_BASE : index == 0 ? base[0][h] : base[1][h]; }
     METHOD bool sees(int h, int t) const { return t >= start[h] && t < end[h]; }
+    METHOD bool sees_some(int h, int t0) const { return max(start[h], t0) < min(end[h], t0 + TILE); }
     METHOD bool see_all(int t0, int tokens = TILE) const {
         if (ATTN_BULK) return all_start <= t0 && t0 + tokens <= all_end;
         bool full = true;
@@ -74,7 +75,7 @@ struct Warpgroup {
         QueryBlock queries_of = query_block(p, range.b);
         int first = first_position(p, queries_of, range.kv_len);
         int first_of_warp = range.row_block * Config::ROWS + first_row;
-        has_rows = first_of_warp < p.heads_per_kv * queries_of.tokens;
+        has_rows = __any_sync(~0u, first_of_warp < p.heads_per_kv * queries_of.tokens);
 #pragma unroll
         for (int h = 0; h < THREAD_ROWS; h++) {
             SeenTokens seen = seen_tokens(p, queries_of, range.kv_head, range.kv_len, first, first_of_warp + lane / 4 + 8 * h);
@@ -115,6 +116,13 @@ struct Warpgroup {
         return fmaxf(x[0], x[1]);
     }
     METHOD float row_max(const float (&s)[SUMS_OF_TILE], int h) const { return quad_max(thread_max(s, h)); }
+    // The same in half as many instructions where some of the row's numbers are positive; else a number that is not.
+    METHOD float row_max_of_positive(const float (&s)[SUMS_OF_TILE], int h) const {
+        float x[2] = {s[2 * h], s[2 * h + 1]};
+#pragma unroll
+        for (int j = 1; j < TILE / 8; j++) x[j % 2] = largest_of_positive(x[j % 2], s[4 * j + 2 * h], s[4 * j + 2 * h + 1]);
+        return quad_max_of_positive(largest_of_positive(x[0], x[1], x[1]));
+    }
     // Soft cap and ALiBi.
     METHOD void modify_scores(float (&s)[SUMS_OF_TILE], int index) const {
 #pragma unroll

@@ -111,22 +111,22 @@ struct IntegerRows : Warpgroup {
     METHOD void prepare_weights(int index, u32 params) const {
         if (GRIDS_SCALES) grid_scales(params, rows.see_all(index * TILE));
     }
-    // Replaces scores by weights.
-    METHOD void weigh_tile(float (&s)[SUMS_OF_TILE], int index, u32 params, Weighed& w) const {
-        bool full = rows.see_all(index * TILE);
-        if (!full) each_hidden(index, [&](int i) { s[i] = MINUS_INFINITY; });
-        float step[2], grid[2], base[2];
-        find_exponents(s, w, index, step, grid, base);
+    // Finds a tile's weights from its scores.
+    METHOD void weigh_tile(float (&x)[SUMS_OF_TILE], int index, u32 params, Weighed& w) const {
+        const bool full = __all_sync(~0u, rows.see_all(index * TILE));
+        if (__builtin_expect(!full, 0)) each_hidden(index, [&](int i) { x[i] = MINUS_INFINITY; });
+        float s[SUMS_OF_TILE], base[2];
+        find_points(x, w, index, s, base);
 #pragma unroll
         for (int i = 0; i < SUMS_OF_TILE; i++)
-            if (is_of_row(i)) s[i] = exp2_of_point(fmaf(s[i], step[i / 2 % 2], grid[i / 2 % 2]) - base[i / 2 % 2]);
+            if (is_of_row(i)) s[i] = exp2_of_point(s[i] - base[i / 2 % 2]);
         sum_weights(s, w.total);
         float largest[2] = {0.0f, 0.0f};
         scale_weights(s, full, params, largest, w.shift);
         float inverse[2];
 #pragma unroll
         for (int h = 0; h < THREAD_ROWS; h++) {
-            WeightStep found = weight_step(quad_max(largest[h]), Values::WINDOW && is_fine(h, index, Values::WINDOW));
+            WeightStep found = weight_step(quad_max_of_positive(largest[h]), Values::WINDOW && is_fine(h, index, Values::WINDOW));
             inverse[h] = found.inverse;
             w.step[h] = found.step;
             w.sum[h] = 0;
@@ -154,36 +154,48 @@ struct IntegerRows : Warpgroup {
 #pragma unroll
             for (int h = 0; h < THREAD_ROWS; h++) w.sum[h] = quad_sum(w.sum[h]);
     }
-    // The exponents of a tile, by its largest scores; a row's scores then count from `base` after a multiplication by `step` and with `grid` added. Scores beyond
-    // the grid's range become differences from their largest, rounded up.
-    METHOD void find_exponents(float (&s)[SUMS_OF_TILE], Weighed& w, int index, float (&step)[2], float (&grid)[2], float (&base)[2]) const {
-        float largest[2];
-        bool far[2] = {};
+    // Turns scores into points of the grid, which count from `base`, and finds a tile's exponents by its largest score. Scores of a row beyond the grid's range
+    // become differences from their largest, rounded up.
+    METHOD void find_points(float (&x)[SUMS_OF_TILE], Weighed& w, int index, float (&s)[SUMS_OF_TILE], float (&base)[2]) const {
+        // Points are found ahead of their largest where registers suffice for both: its search takes half as many instructions then.
+        constexpr bool POINTS_FIRST = ATTN_BULK;
+        float step[2], grid[2];
+        bool near[2];
+        auto find = [&](int h) {
+#pragma unroll
+            for (int i = 0; i < SUMS_OF_TILE; i++)
+                if (i / 2 % 2 == h) s[i] = fmaf(x[i], step[h], grid[h]);
+        };
 #pragma unroll
         for (int h = 0; h < THREAD_ROWS; h++) {
             step[h] = changes_scores(p) ? 1.0f : rows.scale[h];
-            largest[h] = row_max(s, h);
-            // The largest score is that of the largest number: rounding keeps the order.
             grid[h] = changes_scores(p) ? SCORE_BASE : rows.base_of(h, index);
-            float top = fmaf(largest[h], step[h], grid[h]), ceil = grid_ceil(top);
-            bool some = largest[h] > MINUS_INFINITY;
-            far[h] = some && !is_near(top);
-            base[h] = some ? ceil + WEIGHT_SHIFT : SCORE_BASE;  // hidden scores are -inf: their weights are zeros
-            w.exponent[h] = some ? ceil - SCORE_BASE + WEIGHT_SHIFT : MINUS_INFINITY;
+            if (POINTS_FIRST) find(h);
+            // The largest point is that of the largest score: rounding keeps the order.
+            const float top = POINTS_FIRST ? row_max_of_positive(s, h) : fmaf(row_max(x, h), step[h], grid[h]), ceil = grid_ceil(top);
+            near[h] = is_near(top);
+            base[h] = near[h] ? ceil + WEIGHT_SHIFT : SCORE_BASE;  // hidden scores are -inf: their weights are zeros
+            w.exponent[h] = near[h] ? ceil - SCORE_BASE + WEIGHT_SHIFT : MINUS_INFINITY;
         }
-        if (__any_sync(~0u, far[0] || far[1]))
+        if (__builtin_expect(!__all_sync(~0u, near[0] && near[THREAD_ROWS - 1]), 0))
 #pragma unroll
             for (int h = 0; h < THREAD_ROWS; h++) {
-                if (!far[h]) continue;
-                const float of_centre = grid[h] - SCORE_BASE;
-                float ceil = ceilf(largest[h] * step[h] + of_centre);
+                const bool far = !near[h] && rows.sees_some(h, index * TILE);
+                if (!__any_sync(~0u, far)) continue;
+                const float largest = row_max(x, h), of_centre = grid[h] - SCORE_BASE, ceil = ceilf(largest * step[h] + of_centre);
+                if (!far || largest == MINUS_INFINITY) continue;
 #pragma unroll
-                for (int i = 2 * h; i < SUMS_OF_TILE; i += i % 2 == 0 ? 1 : 3) s[i] = fmaxf((s[i] * step[h] + of_centre) - ceil, -65536.0f);
+                for (int i = 0; i < SUMS_OF_TILE; i++)
+                    if (i / 2 % 2 == h) x[i] = fmaxf((x[i] * step[h] + of_centre) - ceil, -65536.0f);
                 step[h] = 1.0f;
                 grid[h] = SCORE_BASE;
                 base[h] = SCORE_BASE + WEIGHT_SHIFT;
                 w.exponent[h] = ceil + WEIGHT_SHIFT;
+                if (POINTS_FIRST) find(h);
             }
+        if (!POINTS_FIRST)
+#pragma unroll
+            for (int h = 0; h < THREAD_ROWS; h++) find(h);
     }
     // The sums of weights, by products of f16 with ones, which are exact.
     METHOD void sum_weights(const float (&p)[SUMS_OF_TILE], float (&sum)[2]) const {

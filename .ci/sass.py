@@ -1,0 +1,82 @@
+"""Reads the SASS of a decode kernel (cuobjdump --dump-sass) and prints what `.ci/kernels` judges, in this order:
+
+tensor     tensor-core instructions
+spills     accesses of local memory in the loop over tiles: the smallest loop (a branch back) with at least argv[1] tensor-core instructions
+shared     registers that are the left operand of float products into different sums: queries that live through the loop, and weights
+serial     1 if that loop has more than a wait for two products of a warpgroup: ptxas has made products wait for each other
+disturbed  instructions that write a register while a product under way reads it or adds to it
+steps      instructions of the loop
+"""
+
+import re
+import sys
+
+INSTRUCTION = re.compile(r"\s+/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;")
+PREDICATE = re.compile(r"^@!?U?P\w+\s+")
+# They write no register, or none of a thread's.
+WITHOUT_RESULT = ("ST", "RED", "BRA", "BAR", "SYNCS", "BSSY", "BSYNC", "NOP", "WARPSYNC", "EXIT", "MEMBAR", "FENCE")
+
+
+def register(operand):
+    found = re.match(r"R(\d+)", operand)
+    return int(found[1]) if found else None
+
+
+def registers(operand, count):
+    first = register(operand)
+    return set() if first is None else set(range(first, first + count))
+
+
+def results(op, operands):
+    """The registers that an instruction writes."""
+    if op.startswith(WITHOUT_RESULT):
+        return set()
+    written = [o for o in operands if not re.match(r"!?U?P(T|\d)$", o)][:1]
+    wide = ".64" in op or ".WIDE" in op or (op.startswith("CS2R") and ".32" not in op)
+    count = 4 if ".128" in op or re.match(r"[HI]MMA", op) else 2 if wide else 1
+    return registers(written[0], count) if written else set()
+
+
+def disturbed(instructions):
+    """Counts writes to registers of products under way, in the order of addresses: groups of products, of which a wait leaves the last few."""
+    groups, current, count = [], set(), 0
+    for _, text in instructions:
+        op, _, rest = PREDICATE.sub("", text).partition(" ")
+        operands = [o.strip() for o in rest.split(",")]
+        shape = re.match(r"[HI]GMMA\.\d+x(\d+)x\d+", op)
+        if op.startswith("WARPGROUP.DEPBAR"):
+            left = int(operands[-1], 16)
+            groups = groups[len(groups) - left :] if left else []
+        elif shape:
+            current |= registers(operands[0], int(shape[1]) // 2) | registers(operands[1], 4)
+            if "gsb0" in rest:
+                groups.append(current)
+                current = set()
+        elif results(op, operands) & current.union(*groups):
+            count += 1
+    return count
+
+
+def main(least):
+    found = [INSTRUCTION.match(line) for line in sys.stdin]
+    instructions = [(int(line[1], 16), line[2]) for line in found if line]
+    tensor = [at for at, text in instructions if re.search(r"\b[IH]G?MMA", text)]
+    local = [at for at, text in instructions if re.search(r"\b(LDL|STL)\b", text)]
+    waits = [at for at, text in instructions if "WARPGROUP.DEPBAR" in text]
+    sums_of, loops = {}, []
+    for at, text in instructions:
+        product = re.search(r"\bHGMMA\S*\s+(R\d+),\s+(R\d+)(?:\.reuse)?,\s+gdesc", text)
+        if product:
+            sums_of.setdefault(product[2], set()).add(product[1])
+        back = re.search(r"\bBRA\b.*0x([0-9a-f]+)", text)
+        if back and int(back[1], 16) < at and sum(int(back[1], 16) <= t <= at for t in tensor) >= least:
+            loops.append((int(back[1], 16), at))
+    first, last = min(loops, key=lambda loop: loop[1] - loop[0], default=(0, 1 << 40))
+    spills, waits, products, steps = [
+        sum(first <= at <= last for at in of) for of in (local, waits, tensor, [at for at, _ in instructions])
+    ]
+    shared = sum(len(sums) > 1 for sums in sums_of.values())
+    print(len(tensor), spills, shared, int(2 * waits > products), disturbed(instructions), steps)
+
+
+main(int(sys.argv[1]))
