@@ -6,6 +6,8 @@ shared     registers that are the left operand of float products into different 
 serial     1 if that loop has more than a wait for two products of a warpgroup: ptxas has made products wait for each other
 disturbed  instructions that write a register while a product under way reads it or adds to it
 steps      instructions of the loop
+
+`--check` holds it to loops of its own.
 """
 
 import re
@@ -33,7 +35,8 @@ def results(op, operands):
         return set()
     written = [o for o in operands if not re.match(r"!?U?P(T|\d)$", o)][:1]
     wide = ".64" in op or ".WIDE" in op or (op.startswith("CS2R") and ".32" not in op)
-    count = 4 if ".128" in op or re.match(r"[HI]MMA", op) else 2 if wide else 1
+    matrices = re.search(r"^LDSM\S*\.MT?88\.(\d)", op)
+    count = int(matrices[1]) if matrices else 4 if ".128" in op or re.match(r"[HI]MMA", op) else 2 if wide else 1
     return registers(written[0], count) if written else set()
 
 
@@ -57,8 +60,8 @@ def disturbed(instructions):
     return count
 
 
-def main(least):
-    found = [INSTRUCTION.match(line) for line in sys.stdin]
+def judge(lines, least):
+    found = [INSTRUCTION.match(line) for line in lines]
     instructions = [(int(line[1], 16), line[2]) for line in found if line]
     tensor = [at for at, text in instructions if re.search(r"\b[IH]G?MMA", text)]
     local = [at for at, text in instructions if re.search(r"\b(LDL|STL)\b", text)]
@@ -76,7 +79,37 @@ def main(least):
         sum(first <= at <= last for at in of) for of in (local, waits, tensor, [at for at, _ in instructions])
     ]
     shared = sum(len(sums) > 1 for sums in sums_of.values())
-    print(len(tensor), spills, shared, int(2 * waits > products), disturbed(instructions), steps)
+    return len(tensor), spills, shared, int(2 * waits > products), disturbed(instructions), steps
 
 
-main(int(sys.argv[1]))
+KEYS, MORE_KEYS = "IGMMA.64x64x32.S8.S8 R24, gdesc[UR4], RZ, !UPT", "IGMMA.64x64x32.S8.S8 R24, gdesc[UR4], R24, gsb0"
+VALUES, MORE_VALUES = "IGMMA.64x128x32.U8.S8 R64, R152, gdesc[UR4], RZ, !UPT", "IGMMA.64x128x32.U8.S8 R64, R156, gdesc[UR4], R64, gsb0"
+WAIT, WAIT_BUT_ONE = "WARPGROUP.DEPBAR.LE gsb0, 0x0", "WARPGROUP.DEPBAR.LE gsb0, 0x1"
+HEALTHY = [KEYS, MORE_KEYS, "LDS.64 R20, [R7+0x80]", WAIT, "I2FP.F32.S32 R24, R24", VALUES, MORE_VALUES, WAIT, "@P0 FADD.FTZ R64, R64, R152"]
+# What a loop is made of, and what is found in it: spills, shared registers, products that wait, disturbed products.
+LOOPS = [
+    (HEALTHY, (0, 0, 0, 0)),
+    ([*HEALTHY, "LDL R3, [R1+0x8]"], (1, 0, 0, 0)),
+    ([KEYS, WAIT, MORE_KEYS, WAIT, VALUES, WAIT, MORE_VALUES, WAIT], (0, 0, 1, 0)),
+    ([KEYS, MORE_KEYS, "LDS.64 R22, [R7+0x80]", VALUES, MORE_VALUES, WAIT], (0, 0, 0, 0)),
+    ([KEYS, MORE_KEYS, "LDS.128 R22, [R7+0x80]", VALUES, MORE_VALUES, WAIT], (0, 0, 0, 1)),
+    ([KEYS, MORE_KEYS, "LDSM.16.MT88.4 R20, [R7]", "LDSM.16.M88.4 R21, [R7]", VALUES, MORE_VALUES, WAIT], (0, 0, 0, 1)),
+    ([KEYS, MORE_KEYS, VALUES, MORE_VALUES, "SHFL.BFLY PT, R159, R3, 0x1, 0x1f", WAIT], (0, 0, 0, 1)),
+    ([KEYS, MORE_KEYS, VALUES, MORE_VALUES, WAIT_BUT_ONE, "MOV R55, R3", "MOV R127, R3", WAIT], (0, 0, 0, 1)),
+    ([KEYS, MORE_KEYS, VALUES, MORE_VALUES, "STS [R24], R64", "R2UR UR4, R24", WAIT], (0, 0, 0, 0)),
+    (["HGMMA.64x64x16.F32 R24, R8, gdesc[UR4], R24", "HGMMA.64x64x16.F32 R64, R8, gdesc[UR4], R64", KEYS, MORE_KEYS, WAIT], (0, 1, 0, 0)),
+]
+
+
+def check():
+    for loop, expected in LOOPS:
+        instructions = ["MOV R2, R3", *loop, "@!P0 BRA 0x10", "EXIT"]
+        lines = [f"        /*{16 * at:04x}*/                   {text} ;" for at, text in enumerate(instructions)]
+        found = judge(lines, 4)[1:5]
+        assert found == expected, f"{loop}: {found}, expected {expected}"
+
+
+if sys.argv[1] == "--check":
+    check()
+else:
+    print(*judge(sys.stdin, int(sys.argv[1])))
