@@ -148,8 +148,7 @@ impl NativePlan {
     pub fn list_blocks(&self) -> Result<&Prepared<ListBlocksArgs>, Error> {
         let Some(list_blocks) = &self.list_blocks else {
             let given = "a plan that knows the query tokens of each sequence";
-            let allowed =
-                "one of PlanKind::Ragged; or pass NativePlan::query_blocks to its launches";
+            let allowed = "a ragged plan; or pass this one's query blocks to its launches";
             return refuse("plan", given, allowed);
         };
         Ok(list_blocks)
@@ -251,9 +250,9 @@ pub(crate) unsafe fn launch_decode_as(
     if plan.launch_plan.leaves_spans() != spans.is_some() {
         let given = match spans {
             Some(_) => "a plan whose launches finish their rows",
-            None => "a plan of PlanKind::Spans, whose launches leave the states of spans",
+            None => "a plan for spans, whose launches leave their states",
         };
-        let allowed = "a plan of PlanKind::Spans for attend_spans_on, any other for decode_on";
+        let allowed = "a plan for spans to attend spans, any other to decode";
         return refuse("plan", format_args!("{given}"), allowed);
     }
     if plan.problem.rows() == 0 {
