@@ -29,19 +29,18 @@ struct IntegerTiles : IntegerRows {
 
     // ---- a tile ----
 
-    // Where a side's codes of a tile lie in bytes, its parameters, and its residuals, if it has some, as the whole warp knows.
+    // Where a side's codes of a tile lie in bytes, its parameters, and its residuals, if it has some.
     struct Place {
         u32 codes, params, residuals;
-        bool has_residuals;
     };
-    // Voted, so that the compiler knows it to be the warp's as a whole: a branch of a thread's own among products would make them wait for each other.
+    // Voted, so that the compiler knows it to be the warp's as a whole: behind a branch of a thread's own, products would wait for each other.
     METHOD bool has_residuals(const WorkRange& range, int index) const { return WINDOW && __any_sync(~0u, range.has_residuals(index)); }
     METHOD Place wait_keys_or_values(bool is_k, bool residuals) {
         if constexpr (Config::UNPACKS) {
             u32 at = unpacked.wait();
             UnpackedRing next = unpacked;
             next.advance();
-            return {at, at + Config::UNPACKED_PARAMS, residuals ? next.wait() : 0, residuals};
+            return {at, at + Config::UNPACKED_PARAMS, residuals ? next.wait() : 0};
         } else if (is_k) {
             u32 at = ring.wait();
             return {at, at + Stage::K_CODES, 0};
@@ -61,7 +60,7 @@ struct IntegerTiles : IntegerRows {
     }
     // Left operands of products with residuals that are found ahead of all products: nothing else may be among those of a warpgroup.
     template <int STEPS> static constexpr int FINE_AT_ONCE = ATTN_BULK ? STEPS : 1;
-    METHOD void multiply_keys(const Place& at, int index, int (&sums)[SUMS_OF_TILE]) const {
+    template <bool FINE> METHOD void multiply_keys(const Place& at, int index, int (&sums)[SUMS_OF_TILE]) const {
         constexpr int STEPS = Keys::PANELS / 2;
         u64 q = matrices(queries, 64 * 16), k = matrices(at.codes, TILE * 16);
         // The queries of rows that read K with residuals.
@@ -73,14 +72,14 @@ struct IntegerTiles : IntegerRows {
                 a[n] = n % 2 < THREAD_ROWS && is_fine(n % 2, index, Keys::WINDOW) ? word : 0;
             }
         };
-        if (ATTN_BULK && Keys::WINDOW && at.has_residuals)
+        if (ATTN_BULK && FINE && Keys::WINDOW)
 #pragma unroll
             for (int i = 0; i < STEPS; i++) find_fine(i, fine[i]);
         products_begin();
 #pragma unroll
         for (int i = 0; i < STEPS; i++)
-            Products<!Keys::HAS_NIBBLES>::multiply_shared(sums, matrices_behind(q, i * 2 * 64 * 16), matrices_behind(k, i * 2 * TILE * 16), i > 0);
-        if (Keys::WINDOW && at.has_residuals)
+            Products<!Keys::HAS_SHIFTS>::multiply_shared(sums, matrices_behind(q, i * 2 * 64 * 16), matrices_behind(k, i * 2 * TILE * 16), i > 0);
+        if (FINE && Keys::WINDOW)
 #pragma unroll
             for (int i = 0; i < STEPS; i++) {
                 if (!ATTN_BULK) find_fine(i, fine[0]);
@@ -91,7 +90,7 @@ struct IntegerTiles : IntegerRows {
     // Dims of a thread whose products are found at once: all, or few where warps multiply for themselves, which leaves registers for O.
     static constexpr int AT_ONCE = ATTN_BULK ? ELEMENTS : 16;
     static constexpr u32 BYTES_OF_ELEMENT = 32;  // two dims of 16 tokens
-    METHOD void multiply_values(const Place& at, int index, const Weighed& w, int first, int (&values)[AT_ONCE]) const {
+    template <bool FINE> METHOD void multiply_values(const Place& at, int index, const Weighed& w, int first, int (&values)[AT_ONCE]) const {
         u64 v = matrices(at.codes, K_DIM * 16);
         // The weights of rows that read V with residuals.
         u32 fine[FINE_AT_ONCE<2>][4];
@@ -99,14 +98,14 @@ struct IntegerTiles : IntegerRows {
 #pragma unroll
             for (int n = 0; n < 4; n++) a[n] = n % 2 < THREAD_ROWS && is_fine(n % 2, index, Values::WINDOW) ? w.a[i][n] : 0;
         };
-        if (ATTN_BULK && Values::WINDOW && at.has_residuals)
+        if (ATTN_BULK && FINE && Values::WINDOW)
 #pragma unroll
             for (int i = 0; i < 2; i++) find_fine(i, fine[i]);
         products_begin();
 #pragma unroll
         for (int i = 0; i < 2; i++)
-            Products<!Values::HAS_NIBBLES>::multiply_unsigned(values, w.a[i], matrices_behind(v, i * 2 * K_DIM * 16 + first * BYTES_OF_ELEMENT), i > 0);
-        if (Values::WINDOW && at.has_residuals)
+            Products<!Values::HAS_SHIFTS>::multiply_unsigned(values, w.a[i], matrices_behind(v, i * 2 * K_DIM * 16 + first * BYTES_OF_ELEMENT), i > 0);
+        if (FINE && Values::WINDOW)
 #pragma unroll
             for (int i = 0; i < 2; i++) {
                 if (!ATTN_BULK) find_fine(i, fine[0]);
@@ -115,24 +114,26 @@ struct IntegerTiles : IntegerRows {
             }
         products_commit();
     }
-    METHOD void fold(const int (&values)[AT_ONCE], int first, int index, const Weighed& w) {
-        float unit[2];
+    template <bool FINE> METHOD void fold(const int (&values)[AT_ONCE], int first, int index, const Weighed& w) {
+        float unit[2], of_residuals[2] = {};
         int bias[2] = {};
 #pragma unroll
         for (int h = 0; h < THREAD_ROWS; h++) {
             unit[h] = Values::HAS_SHIFTS ? w.step[h] : w.step[h] * w.beta[h];
-            if (Values::HAS_SHIFTS) bias[h] = -8 * w.sum[h];
-            if (Values::HAS_HALF_STEPS) bias[h] = w.sum[h] * (Values::WINDOW && is_fine(h, index, Values::WINDOW) ? -255 : -240);
+            if (Values::HAS_HALF_STEPS) unit[h] = unit[h] * 2.0f;
+            const int sum = Values::HAS_SHIFTS || FINE ? weight_sum(w, h) : 0;
+            if (Values::HAS_SHIFTS) bias[h] = -8 * sum;
+            if (FINE && is_fine(h, index, Values::WINDOW)) of_residuals[h] = RESIDUAL_BASE * (float)sum;
         }
 #pragma unroll
         for (int i = 0; i < AT_ONCE; i++) {
             if (!is_of_row(i)) continue;
-            int h = i / 2 % 2, sum = values[i];
+            int h = i / 2 % 2;
+            float sum = (float)(Values::HAS_SHIFTS ? values[i] + bias[h] : values[i]);
+            if (FINE) sum = sum + of_residuals[h];
             float& x = o[first + i];
-            if (Values::HAS_SHIFTS) sum = sum + bias[h];
-            if (Values::HAS_HALF_STEPS) sum = sum * 2 + bias[h];
-            if (Values::HAS_SHIFTS) x = fmaf(fmaf((float)sum, unit[h], w.shift[h]), w.beta[h], x);
-            else x = fmaf((float)sum, unit[h], x);
+            if (Values::HAS_SHIFTS) x = fmaf(fmaf(sum, unit[h], w.shift[h]), w.beta[h], x);
+            else x = fmaf(sum, unit[h], x);
         }
     }
 
@@ -157,12 +158,11 @@ struct IntegerTiles : IntegerRows {
         if (Stage::HOLDS_BOTH) at += Stage::K_BLOCK_BYTES;
         return {at, at + Stage::V_CODES, 0};
     }
-    // Folds a tile into the segment's state.
-    METHOD void tile(const WorkRange& range, int index) {
-        const bool residuals = has_residuals(range, index);
-        Place at = wait_keys_or_values(true, Keys::WINDOW && residuals);
+    // Folds a tile into the segment's state. FINE: some row reads it with residuals.
+    template <bool FINE> METHOD void tile(int index) {
+        Place at = wait_keys_or_values(true, FINE && Keys::WINDOW);
         int sums[SUMS_OF_TILE];
-        multiply_keys(at, index, sums);
+        multiply_keys<FINE>(at, index, sums);
         KeyParams k;
         read_keys(at.params, k);  // while products run
         if (WAITS_FOR_BOTH) {
@@ -171,27 +171,27 @@ struct IntegerTiles : IntegerRows {
         }
         products_wait<0>();
         float s[SUMS_OF_TILE];
-        find_scores(sums, index, k, s);
-        release_keys_or_values(true, Keys::WINDOW && residuals);
-        if (!WAITS_FOR_BOTH) at = wait_keys_or_values(false, Values::WINDOW && residuals);
+        find_scores<FINE && Keys::WINDOW>(sums, index, k, s);
+        release_keys_or_values(true, FINE && Keys::WINDOW);
+        if (!WAITS_FOR_BOTH) at = wait_keys_or_values(false, FINE && Values::WINDOW);
         Weighed w = {};
         w.alpha[0] = w.alpha[1] = 1.0f;
         if (attends()) {
             if (!WAITS_FOR_BOTH) prepare_weights(index, at.params);
-            weigh_tile(s, index, at.params, w);
+            weigh_tile<FINE && Values::WINDOW>(s, index, at.params, w);
             enter_tile(w);
         }
 #pragma unroll
         for (int first = 0; first < ELEMENTS; first += AT_ONCE) {
             int values[AT_ONCE];
-            multiply_values(at, index, w, first, values);
+            multiply_values<FINE>(at, index, w, first, values);
             if (first == 0 && __any_sync(~0u, w.alpha[0] != 1.0f || w.alpha[1] != 1.0f))
 #pragma unroll
                 for (int i = 0; i < ELEMENTS; i++)
                     if (is_of_row(i)) o[i] = o[i] * w.alpha[i / 2 % 2];
             products_wait<0>();
-            if (first + AT_ONCE == ELEMENTS) release_keys_or_values(false, Values::WINDOW && residuals);
-            if (attends()) fold(values, first, index, w);
+            if (first + AT_ONCE == ELEMENTS) release_keys_or_values(false, FINE && Values::WINDOW);
+            if (attends()) fold<FINE && Values::WINDOW>(values, first, index, w);
         }
     }
 
@@ -218,7 +218,13 @@ struct IntegerTiles : IntegerRows {
             clear();
             int until = min(end, index + (1 << SEGMENT_SHIFT));
 #pragma unroll 1
-            for (; index < until; index++) tile(range, index);
+            while (true) {
+                // A loop of their own for what most tiles are: it is short.
+#pragma unroll 1
+                for (; index < until && !has_residuals(range, index); index++) tile<false>(index);
+                if (!WINDOW || index >= until) break;
+                tile<true>(index++);
+            }
             if (has_span) merge_behind(span_m, span_l, [&](int i) { return lds128(state + i * 2048); });
             if (index >= end) return;
             has_span = true;

@@ -7,9 +7,9 @@ namespace attn {
 
 // ---- to bytes ----
 
-// Nibbles of a side's tile to bytes: eight rows of 16 low nibbles, then those of the high ones. Half steps are 16 times as large. `thread`: of
-// the team's unpackers.
-template <bool IS_SIXTEENFOLD> DEVICE void unpack_nibbles(u32 from, u32 to, int thread) {
+// Nibbles of a side's tile to bytes: eight rows of 16 low nibbles, then those of the high ones. Of half steps the signed bytes 8 (2 code - 15). `thread`: of the
+// team's unpackers.
+template <bool ARE_HALF_STEPS> DEVICE void unpack_nibbles(u32 from, u32 to, int thread) {
 #pragma unroll 2
     for (int i = thread; i < TILE * K_DIM / 32; i += 32 * Config::UNPACKERS) {
         float4 x = lds128(from + i * 16);
@@ -17,15 +17,15 @@ template <bool IS_SIXTEENFOLD> DEVICE void unpack_nibbles(u32 from, u32 to, int 
         float low[4], high[4];
 #pragma unroll
         for (int n = 0; n < 4; n++) {
-            low[n] = bits_float(IS_SIXTEENFOLD ? words[n] << 4 & 0xf0f0f0f0 : words[n] & 0x0f0f0f0f);
-            high[n] = bits_float(IS_SIXTEENFOLD ? words[n] & 0xf0f0f0f0 : words[n] >> 4 & 0x0f0f0f0f);
+            low[n] = bits_float(ARE_HALF_STEPS ? (words[n] << 4 & 0xf0f0f0f0) ^ 0x88888888 : words[n] & 0x0f0f0f0f);
+            high[n] = bits_float(ARE_HALF_STEPS ? (words[n] & 0xf0f0f0f0) ^ 0x88888888 : words[n] >> 4 & 0x0f0f0f0f);
         }
         u32 row = to + (i / 8 * 16 + i % 8) * 16;
         sts128(row, {low[0], low[1], low[2], low[3]});
         sts128(row + 128, {high[0], high[1], high[2], high[3]});
     }
 }
-// A side's parameters as floats: of half steps the scale of a sixteenth, of plain codes the scale and the shift. V's scales come on the grid.
+// A side's parameters as floats: of half steps the scale of a sixteenth, of K of an eighth, which is that of a byte; of plain codes the scale and the shift. V's scales come on the grid.
 template <bool IS_V, int SCHEME> DEVICE void unpack_params(u32 from, u32 to, int thread) {
     SideParams<SCHEME, RowScales> params = {from, 0, {}};
     for (int t = thread; t < TILE; t += 32 * Config::UNPACKERS) {
@@ -34,7 +34,7 @@ template <bool IS_V, int SCHEME> DEVICE void unpack_params(u32 from, u32 to, int
             sts64(to + t * 8, IS_V ? grid_scale(x.x) : x.x, x.y);
         } else {
             float scale = params.scale(0, t);
-            sts32(to + t * 4, float_bits((IS_V ? grid_scale(scale) : scale) * RESIDUAL_STEP));
+            sts32(to + t * 4, float_bits(IS_V ? grid_scale(scale) * RESIDUAL_STEP : scale * (2.0f * RESIDUAL_STEP)));
         }
     }
 }

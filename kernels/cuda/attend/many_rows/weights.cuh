@@ -61,6 +61,8 @@ struct IntegerRows : Warpgroup {
         return row;
     }
 
+    // Bytes of 4-bit codes are 8 (2 code - 15), half of what the codes count in residuals' half steps; residuals then count from 15 half steps below.
+    static constexpr float RESIDUAL_BASE = -7.5f;
     // Which of the thread's rows read a tile of a side with residuals, of which it has a window: the first, and those in the window.
     METHOD bool is_fine(int h, int index, int window) const { return rows.tile[h] < index + window || index == 0; }
 
@@ -73,28 +75,30 @@ struct IntegerRows : Warpgroup {
 #pragma unroll
         for (int j = 0; j < TILE / 8; j++) pairs.read(8 * j + 2 * (lane % 4), k.scale[j], k.shift[j]);
     }
-    // Scores from sums of integers. Without soft cap and slopes they still are to be multiplied by the row's scale.
-    METHOD void find_scores(const int (&sums)[SUMS_OF_TILE], int index, const KeyParams& k, float (&s)[SUMS_OF_TILE]) const {
+    // Scores from sums of integers; FINE: some row has read K with residuals. Without soft cap and slopes they still are to be multiplied by the row's scale.
+    template <bool FINE = false> METHOD void find_scores(const int (&sums)[SUMS_OF_TILE], int index, const KeyParams& k, float (&s)[SUMS_OF_TILE]) const {
         const bool are_whole = changes_scores(p);
-        int bias[2] = {};
 #pragma unroll
-        for (int h = 0; h < THREAD_ROWS; h++) {
-            if (Keys::HAS_SHIFTS) bias[h] = -8 * rows.sum[h];
-            if (Keys::HAS_HALF_STEPS) bias[h] = rows.sum[h] * (Keys::WINDOW && is_fine(h, index, Keys::WINDOW) ? -255 : -240);
-        }
+        for (int i = 0; i < SUMS_OF_TILE; i++)
+            if (is_of_row(i)) s[i] = (float)(Keys::HAS_SHIFTS ? sums[i] - 8 * rows.sum[i / 2 % 2] : sums[i]);
+        if (FINE)
+#pragma unroll
+            for (int h = 0; h < THREAD_ROWS; h++) {
+                const float of_residuals = is_fine(h, index, Keys::WINDOW) ? RESIDUAL_BASE * (float)rows.sum[h] : 0.0f;
+#pragma unroll
+                for (int i = 0; i < SUMS_OF_TILE; i++)
+                    if (i / 2 % 2 == h) s[i] = s[i] + of_residuals;
+            }
 #pragma unroll
         for (int j = 0; j < TILE / 8; j++)
 #pragma unroll
             for (int n = 0; n < 2 * THREAD_ROWS; n++) {
-                int h = n / 2, e = n % 2, sum = sums[4 * j + n];
-                if (Keys::HAS_SHIFTS) sum = sum + bias[h];
-                if (Keys::HAS_HALF_STEPS) sum = sum * 2 + bias[h];
-                float x = (float)sum;
+                int h = n / 2, e = n % 2;
+                float& x = s[4 * j + n];
                 if (Keys::SCHEME != INT8_TENSOR) x = x * k.scale[j][e];
                 if (Keys::HAS_SHIFTS) x = x + (float)rows.sum[h] * k.shift[j][e];
                 if (are_whole) x = x * rows.scale[h];
                 if (HAS_CENTRES && are_whole) x = x + (rows.base_of(h, index) - SCORE_BASE);
-                s[4 * j + n] = x;
             }
         if (are_whole) modify_scores(s, index);
     }
@@ -104,15 +108,21 @@ struct IntegerRows : Warpgroup {
         u32 a[2][4];  // bytes in slot order, which are the left operand of products with V
         float exponent[2], total[2], step[2];
         float alpha[2], beta[2];  // once the tile is folded into a state
-        int sum[2];      // W, where V's codes need it
         float shift[2];  // z
     };
+    // The sum of a row's weights, W.
+    METHOD int weight_sum(const Weighed& w, int h) const {
+        int sum = 0;
+#pragma unroll
+        for (int i = 0; i < 4; i++) sum = byte_sum(w.a[i / 2][i % 2 * 2 + h], sum);
+        return quad_sum(sum);
+    }
     // Puts V's scales of a tile on the grid, where that is a step of its own.
     METHOD void prepare_weights(int index, u32 params) const {
         if (GRIDS_SCALES) grid_scales(params, rows.see_all(index * TILE));
     }
-    // Finds a tile's weights from its scores.
-    METHOD void weigh_tile(float (&x)[SUMS_OF_TILE], int index, u32 params, Weighed& w) const {
+    // Finds a tile's weights from its scores. FINE: some row reads V with residuals.
+    template <bool FINE = false> METHOD void weigh_tile(float (&x)[SUMS_OF_TILE], int index, u32 params, Weighed& w) const {
         const bool full = __all_sync(~0u, rows.see_all(index * TILE));
         if (__builtin_expect(!full, 0)) each_hidden(index, [&](int i) { x[i] = MINUS_INFINITY; });
         float s[SUMS_OF_TILE], base[2];
@@ -126,10 +136,9 @@ struct IntegerRows : Warpgroup {
         float inverse[2];
 #pragma unroll
         for (int h = 0; h < THREAD_ROWS; h++) {
-            WeightStep found = weight_step(quad_max_of_positive(largest[h]), Values::WINDOW && is_fine(h, index, Values::WINDOW));
+            WeightStep found = weight_step(quad_max_of_positive(largest[h]), FINE && is_fine(h, index, Values::WINDOW));
             inverse[h] = found.inverse;
             w.step[h] = found.step;
-            w.sum[h] = 0;
         }
         // Tokens 2c, 2c + 1, 2c + 8, 2c + 9 of a panel of 16.
 #pragma unroll
@@ -147,12 +156,8 @@ struct IntegerRows : Warpgroup {
             for (int h = 0; h < THREAD_ROWS; h++) {
                 u32 word = weight_bytes(b[h][0], b[h][1], b[h][2], b[h][3]);
                 w.a[panel / 2][panel % 2 * 2 + h] = word;
-                if (Values::HAS_NIBBLES) w.sum[h] = byte_sum(word, w.sum[h]);
             }
         }
-        if (Values::HAS_NIBBLES)
-#pragma unroll
-            for (int h = 0; h < THREAD_ROWS; h++) w.sum[h] = quad_sum(w.sum[h]);
     }
     // Turns scores into points of the grid, which count from `base`, and finds a tile's exponents by its largest score. Scores of a row beyond the grid's range
     // become differences from their largest, rounded up.
