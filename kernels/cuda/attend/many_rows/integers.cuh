@@ -35,12 +35,14 @@ struct IntegerTiles : IntegerRows {
     };
     // Voted, so that the compiler knows it to be the warp's as a whole: behind a branch of a thread's own, products would wait for each other.
     METHOD bool has_residuals(const WorkRange& range, int index) const { return WINDOW && __any_sync(~0u, range.has_residuals(index)); }
+    METHOD static Place wait_unpacked(UnpackedRing next, bool residuals) {
+        u32 at = next.wait();
+        next.advance();
+        return {at, at + Config::UNPACKED_PARAMS, residuals ? next.wait() : 0};
+    }
     METHOD Place wait_keys_or_values(bool is_k, bool residuals) {
         if constexpr (Config::UNPACKS) {
-            u32 at = unpacked.wait();
-            UnpackedRing next = unpacked;
-            next.advance();
-            return {at, at + Config::UNPACKED_PARAMS, residuals ? next.wait() : 0};
+            return wait_unpacked(unpacked, residuals);
         } else if (is_k) {
             u32 at = ring.wait();
             return {at, at + Stage::K_CODES, 0};
@@ -151,12 +153,19 @@ struct IntegerTiles : IntegerRows {
     METHOD bool attends() const { return (ATTN_BULK && Config::WHOLE_ITEMS) || has_rows; }
     // Whether V's stage is waited for, and its parameters prepared, while products with K are under way.
     static constexpr bool WAITS_FOR_BOTH = ATTN_BULK && !Config::UNPACKS;
-    METHOD Place wait_values_behind_keys() const {
-        Ring next = ring;
-        if (!Stage::HOLDS_BOTH) next.advance();
-        u32 at = next.wait();
-        if (Stage::HOLDS_BOTH) at += Stage::K_BLOCK_BYTES;
-        return {at, at + Stage::V_CODES, 0};
+    METHOD Place wait_values_behind_keys(bool key_residuals, bool value_residuals) const {
+        if constexpr (Config::UNPACKS) {
+            UnpackedRing next = unpacked;
+            next.advance();
+            if (key_residuals) next.advance();
+            return wait_unpacked(next, value_residuals);
+        } else {
+            Ring next = ring;
+            if (!Stage::HOLDS_BOTH) next.advance();
+            u32 at = next.wait();
+            if (Stage::HOLDS_BOTH) at += Stage::K_BLOCK_BYTES;
+            return {at, at + Stage::V_CODES, 0};
+        }
     }
     // Folds a tile into the segment's state. FINE: some row reads it with residuals.
     template <bool FINE> METHOD void tile(int index) {
@@ -166,7 +175,7 @@ struct IntegerTiles : IntegerRows {
         KeyParams k;
         read_keys(at.params, k);  // while products run
         if (WAITS_FOR_BOTH) {
-            at = wait_values_behind_keys();
+            at = wait_values_behind_keys(FINE && Keys::WINDOW, FINE && Values::WINDOW);
             if (attends()) prepare_weights(index, at.params);
         }
         products_wait<0>();
