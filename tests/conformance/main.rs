@@ -8,6 +8,7 @@ mod engines;
 mod events;
 mod plans;
 mod real_layers;
+mod selected_pages;
 mod strides;
 mod unseen;
 
@@ -40,6 +41,7 @@ fn trials(
     trials = engines::add(trials);
     trials = cache_layers::add(trials);
     trials = events::add(trials);
+    trials = selected_pages::add(trials);
     trials = strides::add(trials);
     trials = unseen::add(trials);
     if name != "cpu" {

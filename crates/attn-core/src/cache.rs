@@ -21,6 +21,7 @@ mod outliers;
 mod page_table;
 mod reserve;
 mod saturation;
+mod selected_pages;
 mod sequences;
 mod store;
 mod transfer;
@@ -32,6 +33,7 @@ pub use image::SequenceImage;
 pub use layer::CacheLayer;
 pub use page_table::{CheckpointPage, PageTable};
 pub(crate) use page_table::{check_count, check_pool};
+pub use selected_pages::SelectedPages;
 pub use sequences::CachedSequences;
 pub use store::{CacheAccess, FirstTile, PageStore, TokenWrite};
 pub use writes::{check_pages, check_writes, tokens_of};
@@ -135,6 +137,7 @@ impl KvCache {
                 first_tokens: filled("the first tokens", n, 0)?,
                 tokens_before: filled("the tokens before", n, 0)?,
                 first_residual_pages: config.format.first_residual_pages(config.page_size),
+                of_runs: false,
             },
             pages: PageAllocator::new(config.num_pages)?,
             layout,

@@ -281,6 +281,14 @@ pub(crate) fn check_kv_heads(num_kv_heads: usize) -> Result<(), Error> {
 }
 
 impl PageLayout {
+    /// The layout of a run as a page of its own, of one KV head.
+    pub(crate) fn of_run(self) -> Self {
+        PageLayout {
+            num_kv_heads: 1,
+            ..self
+        }
+    }
+
     /// Lays out pages of `page_size` tokens of `num_kv_heads` KV heads.
     ///
     /// # Errors

@@ -70,7 +70,7 @@ pub use backend::{DecodeAttention, DeviceInfo};
 pub use backend_id::BackendId;
 pub use cache::{
     Append, CacheAccess, CacheLayer, CachedSequences, CheckpointPage, FirstTile, KvCache,
-    PageStore, PageTable, SequenceImage, TokenWrite,
+    PageStore, PageTable, SelectedPages, SequenceImage, TokenWrite,
 };
 pub use cache_config::{CacheBuilder, CacheConfig};
 pub use device_rows::{DeviceMemory, DeviceRows, Dtype, all_on_device};

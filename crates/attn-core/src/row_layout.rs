@@ -130,6 +130,21 @@ impl Layout {
         (sequences == 1 && self.has_heads_together()).then_some(self.strides[1])
     }
 
+    /// The same rows as `[tokens · parts, heads / parts, dim]`; `None` where heads and tokens are not equally far apart, or are not so many.
+    pub fn split(&self, parts: usize) -> Option<Self> {
+        let [sequences, tokens, heads, dim] = self.shape;
+        let [_, token, head] = self.strides;
+        let of_part = heads.checked_div(parts).filter(|n| n * parts == heads)?;
+        let follow = sequences * tokens <= 1 || sequences == 1 && token == heads * head;
+        (parts == 1 || follow || self.is_empty()).then(|| match parts {
+            1 => *self,
+            _ => Layout {
+                shape: [1, sequences * tokens * parts, of_part, dim],
+                strides: [of_part * head, of_part * head, head],
+            },
+        })
+    }
+
     fn has_heads_together(&self) -> bool {
         let [.., heads, dim] = self.shape;
         heads == 1 || self.strides[2] == dim

@@ -67,6 +67,26 @@ impl<'a, E: HostElements> RowMemory<'a, E> {
         }
     }
 
+    /// The rows as `[tokens · parts, heads / parts, dim]`.
+    ///
+    /// # Errors
+    /// [`Error::Rows`] where heads and tokens are not equally far apart.
+    pub fn split(self, what: &'static str, parts: usize) -> Result<Self, Error> {
+        let split = self.layout.map(|layout| {
+            layout.split(parts).ok_or_else(|| Error::Rows {
+                what,
+                given: format!("{:?} at strides", layout.shape()),
+                needed: format!(
+                    "for selected pages all heads of all tokens equally far apart, and a multiple of {parts} heads; copy them side by side"
+                ),
+            })
+        });
+        Ok(RowMemory {
+            layout: split.transpose()?,
+            ..self
+        })
+    }
+
     /// Rows `[sequences, tokens, heads, dim]` at strides.
     ///
     /// # Errors

@@ -27,6 +27,14 @@ pub struct Rows<'a>(RowMemory<'a, Elements<'a>>);
 pub struct RowsMut<'a>(RowMemory<'a, ElementsMut<'a>>);
 
 impl<'a> Rows<'a> {
+    /// The same rows as `[tokens · parts, heads / parts, dim]`: the shape that a problem with selected pages has ([`Attended::split`](crate::Attended::split)).
+    ///
+    /// # Errors
+    /// [`Error::Rows`] where heads and tokens are not equally far apart, or `parts` does not divide the heads.
+    pub fn split(self, what: &'static str, parts: usize) -> Result<Self, Error> {
+        self.0.split(what, parts).map(Rows)
+    }
+
     /// Rows `[tokens, heads, dim]` of which the row of token t and head h begins at element `t·token_stride + h·head_stride`.
     ///
     /// Rows may share elements, as with a stride of 0. The slice may go on behind the last row.
@@ -190,6 +198,14 @@ impl<'a> Rows<'a> {
 }
 
 impl<'a> RowsMut<'a> {
+    /// The same rows as `[tokens · parts, heads / parts, dim]`: the shape that a problem with selected pages has ([`Attended::split`](crate::Attended::split)).
+    ///
+    /// # Errors
+    /// [`Error::Rows`] where heads and tokens are not equally far apart, or `parts` does not divide the heads.
+    pub fn split(self, what: &'static str, parts: usize) -> Result<Self, Error> {
+        self.0.split(what, parts).map(RowsMut)
+    }
+
     /// Rows `[tokens, heads, dim]` of which the row of token t and head h begins at element `t·token_stride + h·head_stride`.
     ///
     /// No two rows share an element: the smaller stride is at least `dim`, and the larger one at least as long as what lies inside of it. The stride

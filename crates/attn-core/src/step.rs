@@ -148,7 +148,8 @@ impl<'a> Checked<'a> {
                     cache.only_layer()?;
                 }
                 let config = layer.cache().config();
-                check_source(problem, config.num_kv_heads, config.head_dim, kv.kv_lens())?;
+                let heads = layer.layout_of(table).num_kv_heads();
+                check_source(problem, heads, config.head_dim, kv.kv_lens())?;
                 layer.check_queries_of(problem, table)?;
                 (config.format, layer.tensor_scales()[0])
             }
@@ -339,17 +340,17 @@ impl CachedSequences<'_> {
     /// [`Error::Mismatch`], [`Error::Batch`], [`Error::KvLen`]; those of [`Problem::check`] and [`CacheLayer::check_queries`].
     pub fn check_problem(&self, problem: &Problem) -> Result<(), Error> {
         problem.check()?;
-        let config = self.cache().config();
         if problem.batch() != self.table().lens.len() {
             return Err(Error::Batch {
                 planned: problem.batch(),
                 given: self.table().lens.len(),
             });
         }
+        let layout = self.layer().layout_of(self.table());
         check_source(
             problem,
-            config.num_kv_heads,
-            config.head_dim,
+            layout.num_kv_heads(),
+            layout.head_dim(),
             &self.table().lens,
         )?;
         self.layer().check_queries_of(problem, self.table())

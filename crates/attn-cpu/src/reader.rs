@@ -124,16 +124,18 @@ impl<'a> Reader<'a> {
                 let store = cache.store().as_any().downcast_ref::<HostPages>();
                 let pool = store.and_then(|store| store.pool(layer.index()));
                 let of_cache = table.sequences.get(sequence).copied();
-                let centres = store.zip(of_cache);
-                let centres = centres
-                    .and_then(|(store, sequence)| store.centres(layer.index(), sequence, head));
+                let entries = table.entries_of_page(cache.layout().num_kv_heads());
+                let centres = store.zip(of_cache).and_then(|(store, sequence)| {
+                    let head = head + sequence % entries;
+                    store.centres(layer.index(), sequence / entries, head)
+                });
                 let pool = pool.ok_or(Error::WrongBackend {
                     backend: crate::BACKEND,
                     what: "cache",
                 })?;
-                let (layout, at) = (cache.layout(), [sequence, head]);
+                let (layout, at) = (layer.layout_of(table), [sequence, head]);
                 Reader {
-                    location: Location::pages(pool, layout, layout.page_bytes(), table, at),
+                    location: Location::pages(pool, &layout, layout.page_bytes(), table, at),
                     sequence,
                     head,
                     tensor_scales: layer.tensor_scales().map(pick),

@@ -65,16 +65,21 @@ impl AttentionKv<'_> {
         problem: &Problem,
     ) -> Result<Self, Error> {
         let config = layer.cache().config();
+        let (layout, entries) = (
+            layer.layout_of(table),
+            table.entries_of_page(config.num_kv_heads),
+        );
+        let pool = store.pool(layer.index(), store.pages_to_read());
         Ok(AttentionKv::Pages {
-            pool: store.pool(layer.index(), store.pages_to_read()),
+            pool: Pages::new(pool.at, &layout, pool.num_pages * entries),
             tensor_scales: store.tensor_scale_addresses(layer.index()),
-            tables: DeviceTables::of_cache(problem, table, config, store.num_pages())?,
+            tables: DeviceTables::of_cache(problem, table, config, store.num_pages() * entries)?,
             centres: match store.centres() {
                 Some(centres) => {
-                    let rows = centres.rows_of(&table.sequences, problem.batch())?;
+                    let rows = centres.rows_of(&table.sequences, problem.batch(), entries)?;
                     Some(LayerCentres {
                         at: centres.at(layer.index()),
-                        len: centres.len_of_row(),
+                        len: centres.len_of_row() / entries,
                         rows,
                     })
                 }

@@ -129,16 +129,23 @@ impl Centres {
     }
 
     /// Whose centres each of the first `batch` listed sequences has, as launches read it: none where each has those of its own number. Refuses a sequence that there
-    /// are no centres of.
-    pub(crate) fn rows_of(&self, sequences: &[usize], batch: usize) -> Result<Vec<u32>, Error> {
+    /// are no centres of. `entries`: rows of a sequence, one or one for each KV head ([`PageTable::entries_of_page`](attn_core::PageTable::entries_of_page)).
+    pub(crate) fn rows_of(
+        &self,
+        sequences: &[usize],
+        batch: usize,
+        entries: usize,
+    ) -> Result<Vec<u32>, Error> {
         let Some(listed) = sequences.get(..batch) else {
             let given = sequences.len();
             let planned = batch;
             return Err(Error::Batch { planned, given });
         };
         let row = |sequence: &usize| {
-            self.check_sequence(*sequence)?;
-            Ok(*sequence as u32)
+            self.check_sequence(*sequence / entries)?;
+            u32::try_from(*sequence).map_err(|_| {
+                Error::parameter("sequences times KV heads", *sequence, "less than 2^32")
+            })
         };
         let rows: Vec<u32> = listed.iter().map(row).collect::<Result<_, Error>>()?;
         Ok(

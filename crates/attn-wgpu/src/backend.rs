@@ -234,8 +234,9 @@ impl WgpuBackend {
         if problem.head_dim != config.head_dim {
             return mismatch("head_dim", &problem.head_dim, &config.head_dim);
         }
-        if problem.num_kv_heads != config.num_kv_heads {
-            return mismatch("num_kv_heads", &problem.num_kv_heads, &config.num_kv_heads);
+        let num_kv_heads = layer.layout_of(table).num_kv_heads();
+        if problem.num_kv_heads != num_kv_heads {
+            return mismatch("num_kv_heads", &problem.num_kv_heads, &num_kv_heads);
         }
         if problem.batch() > table.lens.len() {
             return Err(Error::Batch {
@@ -252,13 +253,14 @@ impl WgpuBackend {
             });
         }
         let (_, pool) = self.pages(layer.cache(), layer.index())?;
-        pool.check_sequences(table.sequences.iter().copied())?;
+        let entries = table.entries_of_page(config.num_kv_heads);
+        pool.check_sequences(table.sequences.iter().map(|sequence| sequence / entries))?;
         let [k_tensor_scales, v_tensor_scales] = layer.tensor_scales();
         let source = KvTables {
             layout: pool.decode_layout(),
             stored: pool.stored(),
-            pages_per_pool: pool.pages_per_buffer,
-            pages: Some((table, pool.num_pages)),
+            pages_per_pool: pool.pages_per_buffer.saturating_mul(entries as u32),
+            pages: Some((table, pool.num_pages * entries)),
             lists: &table.pages,
             residual_slots: config.residual_slots(),
             k_tensor_scales,

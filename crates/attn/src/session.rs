@@ -32,6 +32,18 @@ impl<'a> AttendRows<'a> {
         }
     }
 
+    /// The rows in the shape of the problem.
+    fn split(self, parts: usize) -> Result<Self, Error> {
+        Ok(AttendRows {
+            q: self.q.split("q", parts)?,
+            out: self.out.split("out", parts)?,
+            lse: match self.lse {
+                Some(lse) => Some(lse.split("lse", parts)?),
+                None => None,
+            },
+        })
+    }
+
     /// Asks for the log-sum-exps, too.
     #[must_use]
     pub fn with_lse(mut self, lse: impl Into<RowsMut<'a>>) -> Self {
@@ -195,12 +207,13 @@ impl Session {
     /// Those of [`Attend::of_cache`], [`DecodeAttention::plan`], [`DecodeStep::new`] and [`DecodeAttention::decode`]; of rows on a device those of
     /// [`DeviceSteps::attend`].
     pub fn attend(&mut self, at: &Attend<'_>, rows: AttendRows<'_>) -> Result<(), Error> {
-        let AttendRows { q, out, lse } = rows;
+        let AttendRows { q, out, lse } = &rows;
         let of_lse = lse.as_ref().map_or(out.device(), RowsMut::device);
         let places = [("q", q.device()), ("out", out.device()), ("lse", of_lse)];
         if all_on_device(&places)? {
             let (steps, cache) = self.steps()?;
             let attended = at.of_cache(cache)?;
+            let AttendRows { q, out, lse } = rows.split(attended.split())?;
             let q = q.device_rows("q", attended.problem().q_shape())?;
             let out = out.device_rows("out", attended.problem().out_shape())?;
             let lse = lse.map(|lse| lse.device_rows("lse", attended.lse_rows()));
@@ -209,6 +222,7 @@ impl Session {
         }
         self.wait()?;
         let attended = at.of_cache(&self.cache)?;
+        let AttendRows { q, out, lse } = rows.split(attended.split())?;
         let plan = plan(&mut self.plans, &*self.backend, &attended)?;
         let kv = KvSource::Sequences(attended.sequences());
         let mut step = DecodeStep::new(&plan, q, kv, out)?;

@@ -1,7 +1,7 @@
 //! One layer of a cache, for reading.
 
 use super::{KvCache, PageTable};
-use crate::{convert::dequantize_centred, error::Error, problem::Problem};
+use crate::{convert::dequantize_centred, error::Error, layout::PageLayout, problem::Problem};
 
 /// One layer of a [`KvCache`]: its pool of pages, under the page table of all layers.
 ///
@@ -85,6 +85,15 @@ impl<'a> CacheLayer<'a> {
     #[must_use]
     pub fn table(self) -> &'a PageTable {
         self.cache.table()
+    }
+
+    /// For backends: the layout of what the entries of a table number: pages, or runs as pages of one KV head.
+    #[must_use]
+    pub fn layout_of(self, table: &PageTable) -> PageLayout {
+        match table.of_runs {
+            true => self.cache.layout.of_run(),
+            false => self.cache.layout,
+        }
     }
 
     /// The static scales of K and of V per KV head; empty for schemes that have none.

@@ -28,6 +28,9 @@ pub struct PageTable {
     pub first_tokens: Vec<usize>,
     /// Tokens of each sequence that lie in shards ahead ([`KvCache::begin_shard`](super::KvCache::begin_shard)); 0 where it begins here.
     pub tokens_before: Vec<usize>,
+    /// Whether each KV head of a sequence is a sequence of its own ([`CacheLayer::selected`](super::CacheLayer::selected)). Entries of `pages` are then numbers of runs,
+    /// page · num_kv_heads + KV head, and those of `sequences` are sequence · num_kv_heads + KV head.
+    pub of_runs: bool,
 }
 
 /// The residual page of a home page that has left a sequence's last ones, kept for a truncation ([`CacheConfig::checkpoints`](crate::CacheConfig::checkpoints)).
@@ -112,6 +115,12 @@ impl PageTable {
         let held = read.clone().filter(|i| self.residual_page(b, *i).is_some());
         check_count("residual pages of a sequence", held.count(), read.count())?;
         check_pool(own.iter().filter(|page| **page != Self::DROPPED), num_pages)
+    }
+
+    /// For backends: how many entries of the table a page of so many KV heads is: one, or one for each run.
+    #[must_use]
+    pub fn entries_of_page(&self, num_kv_heads: usize) -> usize {
+        if self.of_runs { num_kv_heads } else { 1 }
     }
 
     /// The residual page of home page `i` of sequence `b`, if the sequence has it.

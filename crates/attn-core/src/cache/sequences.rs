@@ -21,8 +21,8 @@ use crate::error::Error;
 /// # Ok::<(), attn_core::Error>(())
 /// ```
 pub struct CachedSequences<'a> {
-    layer: CacheLayer<'a>,
-    table: PageTable,
+    pub(super) layer: CacheLayer<'a>,
+    pub(super) table: PageTable,
 }
 
 impl KvCache {
@@ -58,6 +58,7 @@ impl<'a> CacheLayer<'a> {
                 first_tokens: numbers_of(&all.first_tokens),
                 tokens_before: numbers_of(&all.tokens_before),
                 first_residual_pages: all.first_residual_pages,
+                of_runs: false,
             },
         })
     }

@@ -1,0 +1,159 @@
+//! Some pages of a sequence for each of its KV heads, as block-sparse attention chooses them.
+
+use super::{CacheLayer, CachedSequences, PageTable};
+use crate::{
+    arithmetic::TILE,
+    error::{Error, refuse},
+    format::Window,
+};
+
+/// The pages that the rows of each KV head attend, of each sequence of a step. All other tokens are not read.
+///
+/// Results have the bits of a sequence that consists of the tokens of these pages alone.
+#[derive(Debug, Clone, Copy)]
+pub struct SelectedPages<'a> {
+    /// Numbers of pages, of which page i has the tokens from i · `page_size` on: those of the first sequence's first KV head in ascending order, then those of its next KV
+    /// head, and so on.
+    pub pages: &'a [u32],
+    /// How many each KV head of each sequence has, `[sequences, num_kv_heads]`. One without pages has outputs of 0 and log-sum-exps of −∞.
+    pub counts: &'a [usize],
+}
+
+impl<'a> CacheLayer<'a> {
+    /// Each KV head of some sequences as a sequence of its own, `[sequences, num_kv_heads]`, which consists of the pages that are selected for it: for problems of one KV
+    /// head ([`Attend::pages`](crate::Attend::pages) makes them).
+    ///
+    /// # Errors
+    /// [`Error::Sequence`]; [`Error::Length`] for other counts than one for each KV head, and for other pages than those that they count; [`Error::Dropped`] for a sequence that
+    /// has dropped tokens; [`Error::Parameter`] for pages that a sequence does not have or that are not in ascending order, for shards, and for what has other
+    /// bits at another place in a sequence: formats with residuals or static scales, and, in a cache with centres, pages without the sequence's first tile.
+    pub fn selected(
+        self,
+        sequences: &[usize],
+        selected: SelectedPages<'_>,
+    ) -> Result<CachedSequences<'a>, Error> {
+        let of_all = self.sequences(sequences)?;
+        self.check_selectable()?;
+        let heads = self.cache().config.num_kv_heads;
+        let needed = sequences.len().saturating_mul(heads);
+        check_len("counts of selected pages", selected.counts.len(), needed)?;
+        let counted = selected
+            .counts
+            .iter()
+            .fold(0usize, |n, c| n.saturating_add(*c));
+        check_len("selected pages", selected.pages.len(), counted)?;
+        let mut table = PageTable {
+            of_runs: true,
+            ..PageTable::default()
+        };
+        let mut rest = selected.pages;
+        for (i, count) in selected.counts.iter().enumerate() {
+            let (own, others) = rest.split_at(*count);
+            rest = others;
+            self.push_selected(&of_all.table, [i / heads, i % heads], own, &mut table)?;
+        }
+        let of_each = vec![0; table.lens.len()];
+        table.first_tokens = of_each.clone();
+        table.tokens_before = of_each;
+        table.residual_pages = vec![Vec::new(); table.lens.len()];
+        Ok(CachedSequences { layer: self, table })
+    }
+
+    /// Refuses caches whose pages read otherwise at another place of a sequence, or for another KV head.
+    fn check_selectable(self) -> Result<(), Error> {
+        let config = &self.cache().config;
+        if config.format.window() != Window::None {
+            return refuse(
+                "format of selected pages",
+                format_args!("{}", config.format),
+                "one without residuals, which belong to the newest tokens of a sequence: int8, int4-g1, bf16",
+            );
+        }
+        if self.tensor_scales().iter().any(|scales| !scales.is_empty()) {
+            return refuse(
+                "format of selected pages",
+                format_args!("{}", config.format),
+                "one without static scales, which differ from KV head to KV head",
+            );
+        }
+        let runs = config.num_pages.saturating_mul(config.num_kv_heads);
+        match u32::try_from(runs) {
+            Ok(runs) if runs < PageTable::DROPPED => Ok(()),
+            _ => refuse(
+                "runs of a layer with selected pages",
+                runs,
+                "less than 2^32 - 1: num_pages · num_kv_heads",
+            ),
+        }
+    }
+
+    /// Adds a KV head of a sequence to a table of runs.
+    fn push_selected(
+        self,
+        of_all: &PageTable,
+        [b, head]: [usize; 2],
+        own: &[u32],
+        table: &mut PageTable,
+    ) -> Result<(), Error> {
+        let config = &self.cache().config;
+        let (heads, page_size) = (config.num_kv_heads, config.page_size);
+        let (pages, tokens) = (&of_all.pages[b], of_all.lens[b]);
+        if of_all.first_tokens[b] > 0 {
+            return Err(Error::Dropped {
+                what: "attention to selected pages",
+                sequence: b,
+                first: 0,
+                kept: of_all.first_tokens[b],
+            });
+        }
+        if of_all.tokens_before[b] > 0 {
+            return refuse(
+                "tokens before a sequence with selected pages",
+                of_all.tokens_before[b],
+                "0: no shards",
+            );
+        }
+        if let Some(pair) = own.windows(2).find(|pair| pair[0] >= pair[1]) {
+            return refuse(
+                "selected pages",
+                format_args!("{} behind {}", pair[1], pair[0]),
+                "ascending, each once",
+            );
+        }
+        let count = tokens.div_ceil(page_size);
+        if let Some(page) = own.last().filter(|page| **page as usize >= count) {
+            return refuse(
+                "selected page",
+                format_args!("{page} of sequence {b} of the step, which has {count}"),
+                "less than the number of the sequence's pages",
+            );
+        }
+        // Keys of the first tile lack another centre than later ones.
+        let first = own.len().min(TILE.div_ceil(page_size)).min(count);
+        if config.centres && own[..first].iter().zip(0u32..).any(|(page, i)| *page != i) {
+            return refuse(
+                "selected pages",
+                format_args!("{:?}… of a cache with centres", &own[..first]),
+                "those of the sequence's first 64 tokens ahead of others, or a cache without centres (CacheConfig::centres)",
+            );
+        }
+        let run = |page: &u32| pages[*page as usize] * heads as u32 + head as u32;
+        let ends = own.last().is_some_and(|page| *page as usize + 1 == count);
+        let missing = if ends { count * page_size - tokens } else { 0 };
+        table.pages.push(own.iter().map(run).collect());
+        table.lens.push(own.len() * page_size - missing);
+        table.sequences.push(of_all.sequences[b] * heads + head);
+        Ok(())
+    }
+}
+
+fn check_len(what: &'static str, given: usize, needed: usize) -> Result<(), Error> {
+    match given == needed {
+        true => Ok(()),
+        false => Err(Error::Length {
+            what,
+            given,
+            needed,
+        }),
+    }
+}
