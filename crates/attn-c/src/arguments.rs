@@ -52,7 +52,7 @@ pub(crate) unsafe trait Config: Copy {
     const NAME: &'static str;
 }
 
-fn refused(sentence: String) -> Failure {
+pub(crate) fn refused(sentence: String) -> Failure {
     Failure::new(Status::Parameter, sentence)
 }
 

@@ -2,10 +2,10 @@
 
 use std::ffi::c_void;
 
-use attn::{Attend, AttendRows, Session, backends::cuda::native::Stream};
+use attn::{Attend, AttendRows, SelectedPages, Session, backends::cuda::native::Stream};
 
 use crate::{
-    arguments::{config, list, optional},
+    arguments::{config, list, optional, refused},
     cache::{Cache, on_cache},
     modifiers::Modifiers,
     place::{Memory, with_rows},
@@ -31,6 +31,12 @@ pub struct Step {
     pub modifiers: Modifiers,
     /// The layer that is attended, in a cache of several; else 0.
     pub layer: usize,
+    /// Block-sparse attention: the pages that each KV head attends, ascending numbers of pages in the sequence: those of the first sequence's first KV head, then those
+    /// of its next one, and so on; NULL with page_counts NULL: all. For one query token of each sequence, without score modifiers that go by a token's place or by the
+    /// head, and formats without a window or static scales; in a cache with centres the pages of a sequence's first 64 tokens are among them.
+    pub pages: *const u32,
+    /// How many each KV head of each sequence has, count times the cache's KV heads; NULL: all pages are attended.
+    pub page_counts: *const usize,
 }
 
 impl Step {
@@ -38,16 +44,42 @@ impl Step {
     ///
     /// # Safety
     /// The step's lists are as it documents them.
-    unsafe fn attend<'a>(&self) -> Result<Attend<'a>, Failure> {
+    unsafe fn attend<'a>(&self, kv_heads: usize) -> Result<Attend<'a>, Failure> {
         // SAFETY: this function's contract.
         unsafe {
             Ok(Attend {
                 layer: self.layer,
+                pages: self.selected(kv_heads)?,
                 q_lens: optional("q_lens", self.q_lens, self.count)?,
                 scores: self.modifiers.scores(self.q_heads)?,
                 ..Attend::new(self.q_heads, list("sequences", self.sequences, self.count)?)
             })
         }
+    }
+}
+
+impl Step {
+    /// The selected pages, if there are any.
+    ///
+    /// # Safety
+    /// The step's lists are as it documents them.
+    unsafe fn selected<'a>(&self, kv_heads: usize) -> Result<Option<SelectedPages<'a>>, Failure> {
+        let len = self.count.saturating_mul(kv_heads);
+        // SAFETY: this function's contract.
+        let counts = unsafe { optional("page_counts", self.page_counts, len) }?;
+        let Some(counts) = counts else {
+            return match self.pages.is_null() {
+                true => Ok(None),
+                false => Err(refused(
+                    "page_counts is NULL beside pages; give one for each KV head of each sequence"
+                        .to_owned(),
+                )),
+            };
+        };
+        let all = counts.iter().fold(0usize, |all, n| all.saturating_add(*n));
+        // SAFETY: this function's contract: there are as many pages as are counted.
+        let pages = unsafe { list("pages", self.pages, all) }?;
+        Ok(Some(SelectedPages { pages, counts }))
     }
 }
 
@@ -65,7 +97,7 @@ unsafe fn attend(
         // SAFETY: this function's contract.
         let (step, rows) = unsafe { (config(step)?, config(rows)?) };
         // SAFETY: this function's contract.
-        let at = unsafe { step.attend() }?;
+        let at = unsafe { step.attend(session.config().num_kv_heads) }?;
         let memory = Memory::of(device, stream)?;
         let shape = (at.query_tokens(), step.q_heads, session.config().head_dim);
         let work = |rows: AttendRows<'_>| Ok(session.attend(&at, rows)?);

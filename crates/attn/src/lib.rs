@@ -36,10 +36,10 @@ pub use attn_core::{
     HostPages, HostStore, Int8Scale, KvCache, KvFormat, KvMemory, KvSource, KvView, MAX_HEAD_DIM,
     PackedRows, PageLayout, PagePool, PageStore, PageTable, Plan, PoolPages, Problem, Recent,
     Rotary, RotaryScaling, RotaryStyle, RotaryTable, RowPlaces, Rows, RowsMut, Scheme,
-    ScoreModifiers, SequenceImage, SlotAppend, SlotCentres, SpanStates, SpansStep, StepInputs,
-    StepOutputs, StridedRows, TokenWrite, TruncateLimit, Unsupported, WideRows, WideRowsMut,
-    Window, arithmetic, cache, centres, convert, events, format, formats, layout, problem, process,
-    quant, rotary,
+    ScoreModifiers, SelectedPages, SequenceImage, SlotAppend, SlotCentres, SpanStates, SpansStep,
+    StepInputs, StepOutputs, StridedRows, TokenWrite, TruncateLimit, Unsupported, WideRows,
+    WideRowsMut, Window, arithmetic, cache, centres, convert, events, format, formats, layout,
+    problem, process, quant, rotary,
 };
 
 pub use device::{Device, DeviceName};

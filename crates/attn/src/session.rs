@@ -270,7 +270,7 @@ impl Session {
     ) -> Result<SpanStates, Error> {
         let q: Rows<'_> = q.into();
         self.wait()?;
-        let attended = at.of_cache(&self.cache)?;
+        let attended = attended_whole(at, &self.cache)?;
         let plan = plan(&mut self.plans, &*self.backend, &attended)?;
         let kv = KvSource::Sequences(attended.sequences());
         self.backend.attend_spans(&SpansStep::new(&plan, q, kv)?)
@@ -288,7 +288,7 @@ impl Session {
         ];
         if all_on_device(&places)? {
             let (steps, cache) = self.steps()?;
-            let attended = at.of_cache(cache)?;
+            let attended = attended_whole(at, cache)?;
             let [of_max_sums, of_o] = attended.state_rows(rows.spans);
             let states = DeviceResults::Spans {
                 spans: rows.spans,
@@ -298,13 +298,25 @@ impl Session {
             let q = rows.q.device_rows("q", attended.problem().q_shape())?;
             return steps.attend(&attended, q, states);
         }
-        let attended = at.of_cache(&self.cache)?;
+        let attended = attended_whole(at, &self.cache)?;
         attended.problem().check_spans(rows.spans)?;
         let [of_max_sums, of_o] = attended.state_rows(rows.spans);
         let max_sums = rows.max_sums.into_packed_f32("max_sums", of_max_sums)?;
         let o = rows.o.into_packed_f32("o", of_o)?;
         self.span_states(at, rows.q)?.write(max_sums, o)
     }
+}
+
+/// What attends for states of spans, which are those of all pages of a shard.
+fn attended_whole<'c>(at: &Attend<'_>, cache: &'c KvCache) -> Result<Attended<'c>, Error> {
+    if let Some(selected) = &at.pages {
+        return Err(Error::parameter(
+            "selected pages of a step that leaves states of spans",
+            selected.pages.len(),
+            "none: all pages of a shard are attended; Session::attend takes some",
+        ));
+    }
+    at.of_cache(cache)
 }
 
 /// The plan that serves the problem: one that is kept, or a new one.

@@ -9,7 +9,7 @@ from . import _attn
 from ._arrays import Results, Rows, _numpy
 from ._errors import ParameterError, ShapeError, UnsupportedError
 from ._image import SequenceImage
-from ._options import Modifiers, check_values, count, counts, device_name, flag, format_name, head_dim, numbers, one_or_more, optional_count
+from ._options import Modifiers, check_values, count, counts, device_name, flag, format_name, head_dim, numbers, one_or_more, optional_count, selected_pages
 from ._spans import MOST_SPANS, spans_of
 from ._stats import CacheStats
 
@@ -41,6 +41,7 @@ class _StepOptions:
     modifiers: Modifiers
     tokens_before: List[int] = field(default_factory=list)
     tokens_after: List[int] = field(default_factory=list)
+    pages: Optional[Tuple[List[int], List[int]]] = None
 
 
 def _of_sequences(name: str, tokens: Optional[Sequence[int]], sequences: List[int]) -> List[int]:
@@ -321,6 +322,7 @@ class Cache:
         chunk: Optional[int] = None,
         alibi_slopes: Optional[Sequence[float]] = None,
         sinks: Optional[Sequence[float]] = None,
+        pages: Any = None,
         arithmetic: str = "exact",
         out: Any = None,
         return_lse: bool = False,
@@ -339,6 +341,10 @@ class Cache:
             window_left: tokens before its own position that a token sees; transformers' `sliding_window` is one more.
             chunk: tokens of a chunk: a token sees those of its own chunk alone, as Llama 4's layers with rotary positions do.
             alibi_slopes, sinks: a number for each query head.
+            pages: block-sparse attention: the pages that each KV head attends, `[sequences, KV heads, pages]`, lists or an array in which -1 fills up shorter ones. Page i has
+                the tokens from `i * page_size` on. For one query token of each sequence, without other arguments that go by a token's place or by the head, and formats
+                without a window or static scales; in a cache with centres of K the pages of a sequence's first 64 tokens are among them. The results have the bits of
+                sequences that consist of these tokens alone.
             arithmetic: `"exact"`, or `"fast"`: steps of an integer format in which some sequence has more than 16 query tokens may be computed by floats,
                 which is faster on a GPU with tensor cores. The answer is as near to attention over the same cache, but no bits are promised. It takes a cache with
                 `centres=False`; over centres of K steps are exact.
@@ -360,6 +366,7 @@ class Cache:
             q_lens=q_lens,
             layer=self._layer(layer),
             modifiers=Modifiers.of(scale, causal, softcap, window_left, chunk, alibi_slopes, sinks, arithmetic),
+            pages=selected_pages("pages", pages, [len(sequences), self.heads]),
         )
         results = Results(rows, self.v_dim, out, flag("return_lse", return_lse))
         stream = rows.stream()

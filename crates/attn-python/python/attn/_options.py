@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from operator import index
-from typing import Any, List, Optional
+from typing import Any, List, Optional, Sequence, Tuple
 
-from ._errors import ParameterError
+from ._errors import ParameterError, ShapeError
 
 
 def refusal(what: str, x: Any, allowed: str) -> ParameterError:
@@ -62,6 +62,20 @@ def _items(what: str, x: Any, allowed: str) -> List[Any]:
 def counts(what: str, x: Any, least: int = 0) -> List[int]:
     """Numbers of things."""
     return [count(what, n, least) for n in _items(what, x, f"whole numbers from {least} on, in a list")]
+
+
+def selected_pages(what: str, x: Any, shape: Sequence[int]) -> Optional[Tuple[List[int], List[int]]]:
+    """Numbers of pages for each KV head of each sequence, `shape` such lists, in ascending order one behind the other; and how many each has."""
+    if x is None:
+        return None
+    allowed = f"whole numbers [{shape[0]} sequences, {shape[1]} KV heads, pages], -1 where there are no more"
+    of_heads = [_items(what, heads, allowed) for heads in _items(what, x, allowed)]
+    if [len(heads) for heads in of_heads] != [shape[1]] * shape[0]:
+        raise ShapeError(f"{what} has lists for {[len(heads) for heads in of_heads][:8]} KV heads; needed: {allowed}")
+    lists = [sorted(count(what, page) for page in _items(what, own, allowed) if page != -1) for heads in of_heads for own in heads]
+    if any(own and own[-1] >= 1 << 32 for own in lists):
+        raise refusal(what, max(own[-1] for own in lists if own), "pages of the sequence")
+    return [page for own in lists for page in own], [len(own) for own in lists]
 
 
 def one_or_more(what: str, x: Any) -> List[int]:

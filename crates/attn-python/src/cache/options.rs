@@ -1,6 +1,6 @@
 //! What Python says of a cache, of a step and of tokens to append, in the library's words.
 
-use attn::{Append, Attend, CacheConfig, Heads, KvFormat, ScoreModifiers};
+use attn::{Append, Attend, CacheConfig, Heads, KvFormat, ScoreModifiers, SelectedPages};
 use pyo3::prelude::*;
 
 use crate::{dlpack::Array, errors, modifiers::Modifiers};
@@ -14,6 +14,8 @@ pub struct StepOptions {
     tokens_before: Vec<usize>,
     /// The tokens of each sequence that follow in other shards; empty without shards.
     tokens_after: Vec<usize>,
+    /// Selected pages, and how many each KV head of each sequence has.
+    pages: Option<(Vec<u32>, Vec<usize>)>,
     layer: usize,
     modifiers: Modifiers,
 }
@@ -24,6 +26,7 @@ pub(super) struct Attending {
     q_lens: Vec<usize>,
     tokens_before: Vec<usize>,
     tokens_after: Vec<usize>,
+    pages: Option<(Vec<u32>, Vec<usize>)>,
     layer: usize,
     q_heads: usize,
     scores: ScoreModifiers,
@@ -41,6 +44,7 @@ impl Attending {
             q_lens: options.q_lens,
             tokens_before: options.tokens_before,
             tokens_after: options.tokens_after,
+            pages: options.pages,
             layer: options.layer,
             q_heads,
             scores: options.modifiers.into(),
@@ -55,6 +59,10 @@ impl Attending {
             q_lens: Some(&self.q_lens),
             tokens_before: &self.tokens_before,
             tokens_after: &self.tokens_after,
+            pages: self
+                .pages
+                .as_ref()
+                .map(|(pages, counts)| SelectedPages { pages, counts }),
             scores: self.scores.clone(),
         }
     }

@@ -150,7 +150,8 @@ struct IntegerTiles : IntegerRows {
         }
     }
     // Whether the warp attends: where work items are whole, few warps have no rows, and without a branch instructions are ordered across it.
-    METHOD bool attends() const { return (ATTN_BULK && Config::WHOLE_ITEMS) || has_rows; }
+    // Voted where there are tiles of two kinds: their products would wait for each other behind a branch of a thread's own.
+    METHOD bool attends() const { return (ATTN_BULK && Config::WHOLE_ITEMS) || (WINDOW ? __any_sync(~0u, has_rows) : has_rows); }
     // Whether V's stage is waited for, and its parameters prepared, while products with K are under way.
     static constexpr bool WAITS_FOR_BOTH = ATTN_BULK && !Config::UNPACKS;
     METHOD Place wait_values_behind_keys(bool key_residuals, bool value_residuals) const {
