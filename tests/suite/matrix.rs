@@ -24,7 +24,7 @@ const FORMATS: [(&[&str], &str); 3] = [
 type Line = (&'static str, [&'static str; 3], &'static [Test]);
 type Test = (&'static str, &'static str);
 
-const LINES: [Line; 10] = [
+const LINES: [Line; 11] = [
     (
         "heads of 64 to 576 dims, those of K and of V apart; up to 128 query heads over a KV head",
         [
@@ -132,7 +132,21 @@ const LINES: [Line; 10] = [
         ],
     ),
     (
-        "pages in the caller's memory, by slots and a table; those that a selector chose for each KV head",
+        "block-sparse attention: the pages that a selector chose for each KV head",
+        ["yes", "yes", "yes"],
+        &[
+            (
+                "tests/conformance/selected_pages.rs",
+                "{format}: selected pages of {page_size} tokens{with}",
+            ),
+            (
+                "crates/attn-python/tests/test_cuda_plan.py",
+                "def test_pages_chosen_for_each_kv_head_have_the_bits_of_these_pages_alone(",
+            ),
+        ],
+    ),
+    (
+        "pages in the caller's memory, by slots and a table",
         ["yes", "yes", "–"],
         &[
             (
@@ -140,16 +154,8 @@ const LINES: [Line; 10] = [
                 "fn a_pool_has_the_bytes_and_the_bits_of_a_cache(",
             ),
             (
-                "crates/attn-cpu/tests/page_pool.rs",
-                "fn pages_chosen_for_each_kv_head_have_the_bits_of_these_pages_alone(",
-            ),
-            (
                 "crates/attn-python/tests/test_cuda_plan.py",
                 "def test_slots_and_ragged_queries(",
-            ),
-            (
-                "crates/attn-python/tests/test_cuda_plan.py",
-                "def test_pages_chosen_for_each_kv_head_have_the_bits_of_these_pages_alone(",
             ),
         ],
     ),

@@ -435,6 +435,12 @@ typedef struct attn_step {
   struct attn_modifiers modifiers;
   // The layer that is attended, in a cache of several; else 0.
   size_t layer;
+  // Block-sparse attention: the pages that each KV head attends, ascending numbers of pages in the sequence: those of the first sequence's first KV head, then those
+  // of its next one, and so on; NULL with page_counts NULL: all. For one query token of each sequence, without score modifiers that go by a token's place or by the
+  // head, and formats without a window or static scales; in a cache with centres the pages of a sequence's first 64 tokens are among them.
+  const uint32_t *pages;
+  // How many each KV head of each sequence has, count times the cache's KV heads; NULL: all pages are attended.
+  const size_t *page_counts;
 } attn_step;
 
 // The caches whose pages and results are moved. Fields that are 0 have their defaults.

@@ -357,3 +357,42 @@ fn latents_are_appended_as_k_alone() {
     assert_eq!(once, twice);
     assert_eq!(2 * stats(&latents).page_bytes, stats(&both).page_bytes);
 }
+
+/// Kills counts of sequences in place of KV heads, and selected pages that are read as all.
+#[test]
+fn selected_pages_are_those_of_each_kv_head() {
+    let handles = Handles::of(&CacheConfig {
+        centres: 2,
+        ..config()
+    });
+    let (k, q) = (values(100 * ROW, 1), values(2 * ROW, 2));
+    said(handles.append(&[one(1, 100)], &tokens(&k, &k)));
+    let attend = |pages: *const u32, page_counts: *const usize, out: &mut [f32]| {
+        let step = Step {
+            struct_size: size_of::<Step>(),
+            q_heads: 2 * HEADS,
+            count: 1,
+            sequences: &1,
+            q_lens: ptr::null(),
+            modifiers: PLAIN,
+            layer: 0,
+            pages,
+            page_counts,
+        };
+        handles.attend_step(&step, &rows(&q, out))
+    };
+    let [mut all, mut both, mut some] = [(); 3].map(|()| vec![0.0; 2 * ROW]);
+    said(attend(ptr::null(), ptr::null(), &mut all));
+    said(attend([0, 1, 0, 1].as_ptr(), [2, 2].as_ptr(), &mut both));
+    assert_eq!(both, all);
+    // Of two pages of 64 tokens KV head 1 has the second alone.
+    said(attend([0, 1, 1].as_ptr(), [2, 1].as_ptr(), &mut some));
+    assert_eq!(some[..ROW], all[..ROW]);
+    assert_ne!(some[ROW..], all[ROW..]);
+    let mut kept = some.clone();
+    let status = attend([0, 2, 1].as_ptr(), [2, 1].as_ptr(), &mut kept);
+    refused(status, Status::Parameter, "which has 2");
+    let status = attend([0].as_ptr(), ptr::null(), &mut kept);
+    refused(status, Status::Parameter, "page_counts is NULL");
+    assert_eq!(kept, some);
+}

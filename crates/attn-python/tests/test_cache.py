@@ -499,3 +499,51 @@ def test_every_class_on_the_page_of_errors_is_here():
     named = set(re.findall(r"`attn\.(\w+)`", page.read_text()))
     assert len(named) == 8
     assert all(issubclass(getattr(attn, name), attn.AttnError) for name in named)
+
+
+@pytest.mark.parametrize("format, page_size, centres", [("int8", 64, True), ("int4-g1", 16, None), ("bf16", 32, None)])
+def test_selected_pages_have_the_bits_of_their_tokens_alone(rng, format, page_size, centres):
+    lens = [200, 333]
+    cache = attn.Cache(format, heads=2, dim=64, max_tokens=400, sequences=2, page_size=page_size, centres=centres, device="cpu")
+    k, v = [[rows(rng, n, 2, 64) for n in lens] for _ in "kv"]
+    for i in range(2):
+        cache.append(k[i], v[i], sequences=i)
+    # In any order; of unlike numbers, filled up.
+    last = (lens[1] - 1) // page_size
+    pages = numpy.array([[[2, 0, -1], [0, -1, -1]], [[0, 1, -1], [last, 0, 2]]])
+    q = rows(rng, 2, 8, 64)
+    out, lse = cache.attend(q, sequences=[1, 0], q_lens=[1, 1], pages=pages[::-1], softcap=20.0, return_lse=True)
+    for i, sequence in enumerate([1, 0]):
+        for head in range(2):
+            own = sorted(page for page in pages[sequence, head] if page >= 0)
+            at = [t for page in own for t in range(page * page_size, min((page + 1) * page_size, lens[sequence]))]
+            alone = attn.Cache(format, heads=1, dim=64, max_tokens=400, page_size=page_size, centres=centres, device="cpu")
+            alone.append(k[sequence][at, head : head + 1], v[sequence][at, head : head + 1])
+            group = slice(4 * head, 4 * head + 4)
+            wanted, wanted_lse = alone.attend(q[i : i + 1, group], softcap=20.0, return_lse=True)
+            assert (out[i, group] == wanted[0]).all() and (lse[i, group] == wanted_lse[0]).all()
+
+
+def test_pages_that_cannot_be_selected_are_refused(rng):
+    cache = filled(rng, "int8")
+    heads, tokens = cache.heads, cache.lens[0]
+    q = rows(rng, 1, 8, 64)
+    chosen = [[[0]] * heads]
+    whole = cache.attend(q, sequences=0)
+    assert (cache.attend(q, sequences=0, pages=[[list(range(-(-tokens // 64)))] * heads]) == whole).all()
+    for wrong, options, said in [
+        ([[[0]]] * heads, {}, "needed: whole numbers"),
+        ([[[0, 0]] * heads], {}, "ascending, each once"),
+        ([[[-2]] * heads], {}, "a whole number from 0 on"),
+        ([[[0, 1 << 32]] * heads], {}, "pages of the sequence"),
+        ([[[0, 1000]] * heads], {}, "the number of the sequence's pages"),
+        ("all", {}, "whole numbers"),
+        (chosen, {"window_left": 5}, "window_left"),
+        (chosen, {"sinks": [0.0] * 8}, "sinks"),
+    ]:
+        with pytest.raises(attn.AttnError, match=re.escape(said)):
+            cache.attend(q, sequences=0, pages=wrong, **options)
+    with pytest.raises(attn.ParameterError, match="one query token"):
+        cache.attend(rows(rng, 2, 8, 64), sequences=0, pages=chosen)
+    with pytest.raises(attn.ParameterError, match="without residuals"):
+        filled(rng, "int4").attend(q, sequences=0, pages=chosen)

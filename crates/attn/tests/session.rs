@@ -8,7 +8,7 @@ use std::{
 use attn::{
     Append, Attend, AttendRows, Attended, CacheAccess, CacheConfig, DeviceMemory, DeviceResults,
     DeviceRows, DeviceSteps, Dtype, Error, HeadDim, Heads, KvFormat, PageStore, Rows, RowsMut,
-    Session, SpanRows, SpanStates, TokenWrite,
+    SelectedPages, Session, SpanRows, SpanStates, TokenWrite,
 };
 use attn_conformance::fake::{FakeBackend, FakePages};
 
@@ -378,4 +378,66 @@ fn states_of_spans_go_into_memory_of_more_spans_and_results_into_rows_of_any_typ
 
 fn half(x: f32) -> half::f16 {
     half::f16::from_f32(x)
+}
+
+/// A query token is one of each KV head then; kills the caller's shape as it is, and heads of other strides.
+#[test]
+fn rows_of_selected_pages_are_split_by_kv_heads() {
+    let heads = Heads::new(4, 2, 64);
+    let config = CacheConfig::builder(KvFormat::INT8, heads)
+        .sequences(2)
+        .max_len(256)
+        .page_size(64)
+        .centres(false)
+        .build();
+    let backend = attn::Device::open(attn::BackendId::Cpu.into()).unwrap();
+    let mut session = Session::new(Arc::new(backend), &config).unwrap();
+    let tokens: Vec<f32> = (0..150 * 2 * 64)
+        .map(|i| (i % 97) as f32 * 0.02 - 1.0)
+        .collect();
+    for sequence in 0..2 {
+        let append = [Append {
+            sequence,
+            tokens: 150,
+        }];
+        session.append(&append, &tokens, &tokens).unwrap();
+    }
+    let selected = SelectedPages {
+        pages: &[0, 1, 2, 1, 0, 1, 2],
+        counts: &[3, 1, 1, 2],
+    };
+    let at = Attend {
+        pages: Some(selected),
+        ..Attend::new(4, &[0, 1])
+    };
+    let q: Vec<f32> = (0..2 * 4 * 64)
+        .map(|i| (i % 31) as f32 * 0.1 - 1.5)
+        .collect();
+    let (mut side_by_side, mut lse) = (vec![0.0; 2 * 4 * 64], vec![0.0; 2 * 4]);
+    let rows = AttendRows::new(&q[..], &mut side_by_side[..]).with_lse(&mut lse[..]);
+    session.attend(&at, rows).unwrap();
+    // KV head 0 of the first sequence has all of its pages.
+    let mut whole = vec![0.0; 2 * 4 * 64];
+    let rows = AttendRows::new(&q[..], &mut whole[..]);
+    session.attend(&Attend::new(4, &[0, 1]), rows).unwrap();
+    assert_eq!(side_by_side[..2 * 64], whole[..2 * 64]);
+    assert_ne!(side_by_side[2 * 64..4 * 64], whole[2 * 64..4 * 64]);
+    assert!(lse.iter().all(|lse| lse.is_finite()));
+    // All rows equally far apart.
+    let mut apart = vec![0.0; 2 * 4 * 80];
+    let out = RowsMut::strided(&mut apart[..], [2, 4, 64], [4 * 80, 80]).unwrap();
+    session.attend(&at, AttendRows::new(&q[..], out)).unwrap();
+    for (row, want) in side_by_side.chunks(64).enumerate() {
+        assert_eq!(&apart[row * 80..][..64], want, "row {row}");
+    }
+    // Tokens further apart than heads.
+    let mut apart = vec![0.0; 2 * 500];
+    let out = RowsMut::strided(&mut apart[..], [2, 4, 64], [500, 64]).unwrap();
+    let error = session
+        .attend(&at, AttendRows::new(&q[..], out))
+        .unwrap_err();
+    assert!(matches!(error, Error::Rows { what: "out", .. }), "{error}");
+    assert_eq!(apart, vec![0.0; 2 * 500]);
+    let error = session.span_states(&at, &q[..]).unwrap_err();
+    assert!(error.to_string().contains("selected pages"), "{error}");
 }

@@ -128,9 +128,15 @@ impl Handles {
             q_lens: ptr::null(),
             modifiers,
             layer,
+            pages: ptr::null(),
+            page_counts: ptr::null(),
         };
-        // SAFETY: as above.
-        unsafe { attn_cache_attend(self.cache, &step, rows) }
+        self.attend_step(&step, rows)
+    }
+
+    pub fn attend_step(&self, step: &Step, rows: &Rows) -> Status {
+        // SAFETY: as above; the step's lists are those of its arrays.
+        unsafe { attn_cache_attend(self.cache, step, rows) }
     }
 
     pub fn len(&self, sequence: usize) -> usize {
