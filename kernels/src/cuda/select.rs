@@ -190,7 +190,7 @@ impl Shape {
             return None;
         }
         // A thread has one row then in place of two, and all warps have rows.
-        let row_groups = match self.are_bytes() && self.rows <= FEW_ROWS {
+        let row_groups = match self.format.is_integer() && self.rows <= FEW_ROWS {
             true => 4,
             false => 8,
         };
@@ -251,28 +251,30 @@ impl Shape {
         })
     }
 
-    /// Whether `many_rows.cu` has a configuration for few rows.
+    /// Whether codes of both sides are integers of 8 bits.
     fn are_bytes(&self) -> bool {
         let KvFormat { k, v, .. } = self.format;
         self.format.is_integer() && k.code_bits() == 8 && v.code_bits() == 8
     }
 
-    /// Whether `many_rows.cu` is faster than `split_kv.cu` with 8-bit integers and 9 to 32 rows: by the spans that an SM has. Its two teams to an SM take 25 µs for a span
+    /// Whether `many_rows.cu` is faster than `split_kv.cu` with integers and 9 to 32 rows: by the spans that an SM has. Its two teams to an SM take 25 µs for a span
     /// each, whatever the others do. Measured on an H200, int8, 1 · 2 · 4 · 8 spans an SM, µs: 16 rows 24 · 30 · 46 by `split_kv.cu`, 26 · 27 · 47; 32 rows
-    /// 30 · 44 · 65 · 108 and 33 · 33 · 57 · 103.
-    fn few_bytes_are_faster(&self, problem: &Problem, sms: usize) -> bool {
+    /// 30 · 44 · 65 · 108 and 33 · 33 · 57 · 103. int4, 24 rows 24 · 37 · 54 · 92 and 39 · 40 · 72 · 134; 32 rows 31 · 48 · 72 · 122 and 41 · 41 · 73 · 138.
+    fn few_rows_are_faster(&self, problem: &Problem, limits: DeviceLimits) -> bool {
         let spans: usize = problem.kv_lens.iter().map(|&len| num_spans(len)).sum();
         let of_sm = spans
             .saturating_mul(problem.num_kv_heads)
-            .div_ceil(sms.max(1));
+            .div_ceil(limits.sms.max(1));
         // Two or three teams that share a sequence wait for each other to merge: 2048 tokens of 128 sequences, 16 rows, 27 and 31 µs.
         let merge_late = (2..4).contains(&num_spans(longest(problem)));
-        let are_faster = match self.rows {
-            9..=16 => of_sm == 2 && !merge_late,
-            17..=FEW_ROWS => (2..=4).contains(&of_sm),
+        let copies = limits.shared_limit >= BULK_SHARED;
+        let are_faster = match (self.rows, self.are_bytes()) {
+            (9..=16, true) => of_sm == 2 && !merge_late,
+            (17..=FEW_ROWS, true) => (2..=4).contains(&of_sm),
+            (25..=FEW_ROWS, false) => of_sm == 2 && !merge_late && copies,
             _ => false,
         };
-        are_faster && self.are_bytes()
+        are_faster && self.format.is_integer()
     }
 
     /// The configurations of `many_rows.cu`, for runs of spans and for whole work items.
@@ -302,7 +304,7 @@ pub fn many_rows(
     preferences: &Preferences,
 ) -> Option<KernelConfig> {
     let shape = Shape::new(problem, format, layout);
-    // Measured on an H200: 48 rows 68 µs by `split_kv.cu`, 49 by `many_rows.cu`; up to 32 rows, which `split_kv.cu` has in one block: `few_bytes_are_faster`.
+    // Measured on an H200: 48 rows 68 µs by `split_kv.cu`, 49 by `many_rows.cu`; up to 32 rows, which `split_kv.cu` has in one block: `few_rows_are_faster`.
     // Floats, 24 rows · 32, 8 heads a KV head: `split_kv.cu` 48 · 54 µs in bf16, `many_rows.cu` 43; many sequences of 24 rows 132 and 146. fp8 on an H100,
     // 18 rows · 24 · many sequences of 24: 45.7 · 46.7 · 126 and 37.1 · 37.4 · 110. By the rows alone, as the two round floats otherwise. Kernels without a copy engine, on an
     // H100: 12 rows in bf16 102 and 63, in fp8 53 and 60, 24 rows in fp8 69 and 60; int8 40 rows 79 and 53, int4 24 · 32 · 40 rows 44 · 64 · 81 and 70 · 70 · 72.
@@ -323,7 +325,7 @@ pub fn many_rows(
         true => shape
             .wide_us(problem, limits)
             .is_some_and(|us| us.split_kv.is_none_or(|split_kv| us.many_rows < split_kv)),
-        false => shape.rows > few || shape.few_bytes_are_faster(problem, limits.sms),
+        false => shape.rows > few || shape.few_rows_are_faster(problem, limits),
     };
     let is_wanted = match preferences.kernel {
         KernelChoice::Auto => are_many,

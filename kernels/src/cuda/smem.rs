@@ -9,7 +9,7 @@ use super::config::{Kernel, KernelConfig, KvLayout, TEAMS, WARPGROUPS};
 /// A stage holds both K and V of a tile where they are no larger than this.
 const KV_ONE_STAGE: usize = 12288;
 
-/// Stages of a team of `many_rows.cu` with codes of 4 bits as bytes, and of a CTA with codes as f16.
+/// Stages of a CTA of `many_rows.cu` with codes of 4 bits as bytes, and with codes as f16.
 const UNPACKED_STAGES: usize = 4;
 const UNPACKED_FLOAT_STAGES: usize = 8;
 
@@ -178,7 +178,7 @@ fn many_rows_bytes(config: &KernelConfig, stage: &Stage, head_dim: usize) -> usi
         // Queries, states of spans, thresholds, and V's scales of each warp.
         Unpacked::Nothing { integers: true } => (0, dims * 5 + tile * 4 + scales),
         Unpacked::Bytes { values_are_bytes } => {
-            let stages = teams * UNPACKED_STAGES * (tile * (head_dim + 8) + 16);
+            let stages = UNPACKED_STAGES * (tile * (head_dim + 8) + 16);
             let scales = if values_are_bytes { scales } else { 0 };
             (stages, dims * 5 + tile * 4 + scales)
         }

@@ -38,7 +38,7 @@ struct ManyRowsConfig : KernelDefaults {
     static constexpr int READERS = UNPACKS ? UNPACKERS : 4 * TEAM_WARPGROUPS;  // warps that read a stage
     static constexpr bool COPIER_READS = false;
     static constexpr bool PRODUCTS_READ_STAGES = !UNPACKS;
-    static constexpr int UNPACKED_STAGES = !UNPACKS ? 0 : INTEGER ? 4 : 8 / TEAMS;
+    static constexpr int UNPACKED_STAGES = !UNPACKS ? 0 : (INTEGER ? 4 : 8) / TEAMS;
     static constexpr int UNPACKED_PARAMS = TILE * K_DIM * (INTEGER ? 1 : 2);  // where parameters begin in an unpacked stage
     static constexpr int UNPACKED_BYTES = UNPACKED_PARAMS + (INTEGER ? TILE * 8 : 0);  // of an unpacked stage
 

@@ -298,7 +298,7 @@ fn floats_of_many_and_of_unlike_dims_have_many_rows() {
 }
 
 #[test]
-fn few_rows_of_bytes_are_many_where_teams_have_a_span_each() {
+fn few_rows_are_many_where_teams_have_a_span_each() {
     let takes = |format: &str, rows, batch: usize| {
         let problem = step([rows, 1, 128], vec![8192; batch]);
         let (format, layout) = (format.parse().unwrap(), KvLayout::Pages(64));
@@ -310,6 +310,12 @@ fn few_rows_of_bytes_are_many_where_teams_have_a_span_each() {
     let more = [None, None, Some(4), Some(4), None];
     for (rows, want) in [(8, [None; 5]), (9, few), (16, few), (17, more), (32, more)] {
         for format in ["int8", "int8-plain", "int8-tensor"] {
+            let got = [1, 16, 32, 64, 128].map(|batch| takes(format, rows, batch));
+            assert_eq!(got, want, "{format}, {rows} rows");
+        }
+    }
+    for (rows, want) in [(24, [None; 5]), (25, few), (32, few)] {
+        for format in ["int4", "int8/int4", "int4-g1"] {
             let got = [1, 16, 32, 64, 128].map(|batch| takes(format, rows, batch));
             assert_eq!(got, want, "{format}, {rows} rows");
         }
@@ -327,8 +333,7 @@ fn few_rows_of_bytes_are_many_where_teams_have_a_span_each() {
         assert_eq!(taken.is_some(), want, "{kv_len} tokens, {rows} rows");
     }
     assert_eq!(takes("int8", 33, 32), Some(8));
-    assert_eq!(takes("int4", 32, 32), None);
-    assert_eq!(takes("int8/int4", 32, 32), None);
+    assert_eq!(takes("int4", 33, 32), Some(8));
 }
 
 #[test]
