@@ -22,6 +22,7 @@ use std::fmt;
 
 mod device;
 mod session;
+mod session_rows;
 
 /// The README's example compiles.
 #[cfg(doctest)]
@@ -43,7 +44,8 @@ pub use attn_core::{
 };
 
 pub use device::{Device, DeviceName};
-pub use session::{AttendRows, Session, SpanRows};
+pub use session::Session;
+pub use session_rows::{AttendRows, SpanRows};
 
 /// The backends, each under the feature of its name.
 pub mod backends {
