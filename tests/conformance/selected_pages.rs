@@ -24,6 +24,11 @@ pub fn add(mut trials: Trials<Box<dyn DecodeAttention>>) -> Trials<Box<dyn Decod
         ("int8-g32", 32, false),
         ("int4-g1", 64, false),
         ("bf16", 16, false),
+        ("int4", 64, true),
+        ("int8/int4", 128, false),
+        ("int4-r2-w4", 64, true),
+        ("fp8", 64, false),
+        ("int8-tensor", 32, false),
     ] {
         let with = if centres { ", with centres" } else { "" };
         let name = format!("{format}: selected pages of {page_size} tokens{with}");
@@ -44,16 +49,18 @@ fn cache(backend: &dyn DecodeAttention, config: &CacheConfig) -> KvCache {
 }
 
 /// Pages of each KV head of each sequence, about every second one; head 1 of the first sequence has none.
-fn choose(page_size: usize, centres: bool) -> Vec<Vec<u32>> {
-    let kept = if centres {
-        64usize.div_ceil(page_size)
-    } else {
-        0
+fn choose(page_size: usize, centres: bool, format: KvFormat) -> Vec<Vec<u32>> {
+    // Of formats with a window the first tile, and the newest pages.
+    let newest = format.max_residual_pages(page_size, 1);
+    let kept = match centres || newest > 0 {
+        true => 64usize.div_ceil(page_size),
+        false => 0,
     };
     let bits = noise(7, LENS.len() * HEADS.kv * 256);
     let of = |i: usize| -> Vec<u32> {
         let count = LENS[i / HEADS.kv].div_ceil(page_size);
-        let is_chosen = |page: &usize| *page < kept || bits[i * 256 + page] > 0.0;
+        let is_kept = |page: usize| page < kept || newest > 0 && page + newest >= count;
+        let is_chosen = |page: &usize| is_kept(*page) || bits[i * 256 + page] > 0.0;
         let chosen = (0..count).filter(is_chosen);
         chosen.map(|page| page as u32).collect()
     };
@@ -88,12 +95,15 @@ fn decode(
 
 fn selected(backend: &dyn DecodeAttention, format: &str, page_size: usize, centres: bool) {
     let format: KvFormat = format.parse().expect("a format's name");
-    let config = |heads, lens: Vec<usize>| {
-        let builder = CacheConfig::builder(format, heads).page_size(page_size);
+    let config = |heads: Heads, lens: Vec<usize>| {
+        let mut builder = CacheConfig::builder(format, heads).page_size(page_size);
+        if format.k.has_tensor_scale() {
+            builder = builder.tensor_scales(vec![0.5; heads.kv], vec![0.25; heads.kv]);
+        }
         builder.centres(centres).lens(lens).build()
     };
     let mut whole = cache(backend, &config(HEADS, LENS.to_vec()));
-    let pages = choose(page_size, centres);
+    let pages = choose(page_size, centres, format);
     let rows: Vec<[Vec<f32>; 2]> = (0..LENS.len())
         .map(|s| [1, 2].map(|side| noise((4 * s + side) as u64, LENS[s] * HEADS.kv * ROW)))
         .collect();
@@ -165,6 +175,7 @@ fn refused(backend: &dyn DecodeAttention) {
     };
     attend(&plain, &[1, 3, 0], &[2, 1]).unwrap();
     attend(&centred, &[0, 3, 0], &[2, 1]).unwrap();
+    attend(&int4, &[0, 3, 0], &[2, 1]).unwrap();
     for (name, result) in [
         (
             "a page that is not there",
@@ -176,13 +187,28 @@ fn refused(backend: &dyn DecodeAttention) {
             "without the first page",
             attend(&centred, &[1, 3, 0], &[2, 1]),
         ),
-        ("residuals", attend(&int4, &[0, 3, 0], &[2, 1])),
+        (
+            "without the newest page",
+            attend(&int4, &[0, 2, 0], &[2, 1]),
+        ),
+        ("without the first tile", attend(&int4, &[1, 3, 0], &[2, 1])),
     ] {
         assert!(
             matches!(result, Err(Error::Parameter { .. })),
             "{name}: {result:?}"
         );
     }
+    let scaled = |second: f32| {
+        let builder = CacheConfig::builder("fp8".parse().expect("a name"), HEADS)
+            .tensor_scales([0.5, second], [0.5; 2]);
+        let mut cache = cache(backend, &builder.max_len(256).build());
+        let rows = noise(1, 200 * HEADS.kv * ROW);
+        cache.append(0, &rows, &rows).unwrap();
+        attend(&cache, &[1, 3, 0], &[2, 1])
+    };
+    scaled(0.5).unwrap();
+    let result = scaled(0.25);
+    assert!(matches!(result, Err(Error::Parameter { .. })), "{result:?}");
     for (name, result) in [
         ("counts", attend(&plain, &[1, 3, 0], &[3])),
         ("pages", attend(&plain, &[1, 3, 0], &[1, 1])),

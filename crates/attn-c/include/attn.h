@@ -437,7 +437,8 @@ typedef struct attn_step {
   size_t layer;
   // Block-sparse attention: the pages that each KV head attends, ascending numbers of pages in the sequence: those of the first sequence's first KV head, then those
   // of its next one, and so on; NULL with page_counts NULL: all. For one query token of each sequence, without score modifiers that go by a token's place or by the
-  // head, and formats without a window or static scales; in a cache with centres the pages of a sequence's first 64 tokens are among them.
+  // head, and static scales that are the same for all KV heads. In a cache with centres, and in formats with a window, the pages of a sequence's first 64 tokens are among them, and in the
+  // latter its newest pages, those of the window.
   const uint32_t *pages;
   // How many each KV head of each sequence has, count times the cache's KV heads; NULL: all pages are attended.
   const size_t *page_counts;

@@ -501,7 +501,7 @@ def test_every_class_on_the_page_of_errors_is_here():
     assert all(issubclass(getattr(attn, name), attn.AttnError) for name in named)
 
 
-@pytest.mark.parametrize("format, page_size, centres", [("int8", 64, True), ("int4-g1", 16, None), ("bf16", 32, None)])
+@pytest.mark.parametrize("format, page_size, centres", [("int8", 64, True), ("int4-g1", 16, None), ("bf16", 32, None), ("int4", 64, None)])
 def test_selected_pages_have_the_bits_of_their_tokens_alone(rng, format, page_size, centres):
     lens = [200, 333]
     cache = attn.Cache(format, heads=2, dim=64, max_tokens=400, sequences=2, page_size=page_size, centres=centres, device="cpu")
@@ -510,7 +510,10 @@ def test_selected_pages_have_the_bits_of_their_tokens_alone(rng, format, page_si
         cache.append(k[i], v[i], sequences=i)
     # In any order; of unlike numbers, filled up.
     last = (lens[1] - 1) // page_size
-    pages = numpy.array([[[2, 0, -1], [0, -1, -1]], [[0, 1, -1], [last, 0, 2]]])
+    pages = numpy.array([[[2, 0, -1, -1], [0, -1, -1, -1]], [[0, 1, -1, -1], [last, 0, 2, -1]]])
+    if format == "int4":
+        # Its window: the sequence's first tile, and its newest pages.
+        pages = numpy.array([[[3, 0, 2, -1], [2, 0, 3, 1]], [[0, last - 1, last, -1], [last, 0, 2, last - 1]]])
     q = rows(rng, 2, 8, 64)
     out, lse = cache.attend(q, sequences=[1, 0], q_lens=[1, 1], pages=pages[::-1], softcap=20.0, return_lse=True)
     for i, sequence in enumerate([1, 0]):
@@ -545,5 +548,9 @@ def test_pages_that_cannot_be_selected_are_refused(rng):
             cache.attend(q, sequences=0, pages=wrong, **options)
     with pytest.raises(attn.ParameterError, match="one query token"):
         cache.attend(rows(rng, 2, 8, 64), sequences=0, pages=chosen)
-    with pytest.raises(attn.ParameterError, match="without residuals"):
-        filled(rng, "int4").attend(q, sequences=0, pages=chosen)
+    with pytest.raises(attn.ParameterError, match="newest pages of the sequence"):
+        filled(rng, "int4").attend(q, sequences=0, pages=[[[0, 1]] * heads])
+    assert filled(rng, "fp8").attend(q, sequences=0, pages=chosen).shape == q.shape
+    unlike = attn.Cache("fp8", heads=2, dim=64, max_tokens=64, k_scales=[1.0, 0.5], v_scales=[1.0, 1.0], device="cpu")
+    with pytest.raises(attn.ParameterError, match="differ from KV head to KV head"):
+        unlike.attend(q, sequences=0, pages=[[[], []]])

@@ -3,6 +3,7 @@
 use super::{CacheLayer, CachedSequences, PageTable};
 use crate::{
     arithmetic::TILE,
+    cache_config::CacheConfig,
     error::{Error, refuse},
     format::Window,
 };
@@ -26,7 +27,8 @@ impl<'a> CacheLayer<'a> {
     /// # Errors
     /// [`Error::Sequence`]; [`Error::Length`] for other counts than one for each KV head, and for other pages than those that they count; [`Error::Dropped`] for a sequence that
     /// has dropped tokens; [`Error::Parameter`] for pages that a sequence does not have or that are not in ascending order, for shards, and for what has other
-    /// bits at another place in a sequence: formats with residuals or static scales, and, in a cache with centres, pages without the sequence's first tile.
+    /// bits at another place in a sequence: static scales that differ from KV head to KV head; in a cache with centres, and in formats with residuals, pages without the sequence's first tile; in
+    /// formats with residuals pages without the newest ones, which the newest token reads with residuals.
     pub fn selected(
         self,
         sequences: &[usize],
@@ -44,6 +46,7 @@ impl<'a> CacheLayer<'a> {
         check_len("selected pages", selected.pages.len(), counted)?;
         let mut table = PageTable {
             of_runs: true,
+            first_residual_pages: of_all.table.first_residual_pages,
             ..PageTable::default()
         };
         let mut rest = selected.pages;
@@ -55,25 +58,21 @@ impl<'a> CacheLayer<'a> {
         let of_each = vec![0; table.lens.len()];
         table.first_tokens = of_each.clone();
         table.tokens_before = of_each;
-        table.residual_pages = vec![Vec::new(); table.lens.len()];
         Ok(CachedSequences { layer: self, table })
     }
 
     /// Refuses caches whose pages read otherwise at another place of a sequence, or for another KV head.
     fn check_selectable(self) -> Result<(), Error> {
         let config = &self.cache().config;
-        if config.format.window() != Window::None {
+        let differ = |scales: &&[f32]| scales.windows(2).any(|pair| pair[0] != pair[1]);
+        if self.tensor_scales().iter().any(differ) {
             return refuse(
-                "format of selected pages",
-                format_args!("{}", config.format),
-                "one without residuals, which belong to the newest tokens of a sequence: int8, int4-g1, bf16",
-            );
-        }
-        if self.tensor_scales().iter().any(|scales| !scales.is_empty()) {
-            return refuse(
-                "format of selected pages",
-                format_args!("{}", config.format),
-                "one without static scales, which differ from KV head to KV head",
+                "static scales of selected pages",
+                format_args!(
+                    "those of {} that differ from KV head to KV head",
+                    config.format
+                ),
+                "the same for all KV heads of a layer",
             );
         }
         let runs = config.num_pages.saturating_mul(config.num_kv_heads);
@@ -128,22 +127,67 @@ impl<'a> CacheLayer<'a> {
                 "less than the number of the sequence's pages",
             );
         }
-        // Keys of the first tile lack another centre than later ones.
+        // Keys of the first tile lack another centre than later ones, and codes of 4 bits have residuals there.
         let first = own.len().min(TILE.div_ceil(page_size)).min(count);
-        if config.centres && own[..first].iter().zip(0u32..).any(|(page, i)| *page != i) {
+        let are_first = own[..first].iter().zip(0u32..).all(|(page, i)| *page == i);
+        if !are_first && (config.centres || config.format.window() != Window::None) {
             return refuse(
                 "selected pages",
-                format_args!("{:?}… of a cache with centres", &own[..first]),
-                "those of the sequence's first 64 tokens ahead of others, or a cache without centres (CacheConfig::centres)",
+                format_args!(
+                    "{:?}… of a cache with centres or of {}",
+                    &own[..first],
+                    config.format
+                ),
+                "those of the sequence's first 64 tokens ahead of others; or a cache without centres (CacheConfig::centres) of a format without residuals",
             );
         }
-        let run = |page: &u32| pages[*page as usize] * heads as u32 + head as u32;
+        let run = |page: u32| page * heads as u32 + head as u32;
         let ends = own.last().is_some_and(|page| *page as usize + 1 == count);
         let missing = if ends { count * page_size - tokens } else { 0 };
-        table.pages.push(own.iter().map(run).collect());
-        table.lens.push(own.len() * page_size - missing);
+        let len = own.len() * page_size - missing;
+        let residuals = self.selected_residuals(of_all, b, (own, len))?;
+        let home = own.iter().map(|page| run(pages[*page as usize]));
+        table.pages.push(home.collect());
+        table
+            .residual_pages
+            .push(residuals.into_iter().map(run).collect());
+        table.lens.push(len);
         table.sequences.push(of_all.sequences[b] * heads + head);
         Ok(())
+    }
+
+    /// Residual pages of selected pages of so many tokens, as a table lists them: of the sequence's first tile, and of its newest pages. Refuses a selection whose newest token
+    /// reads others with residuals.
+    fn selected_residuals(
+        self,
+        of_all: &PageTable,
+        b: usize,
+        (own, len): (&[u32], usize),
+    ) -> Result<Vec<u32>, Error> {
+        let CacheConfig {
+            format, page_size, ..
+        } = self.cache().config;
+        if format.window() == Window::None {
+            return Ok(Vec::new());
+        }
+        let first = of_all.first_residual_pages.min(own.len());
+        let residual = |page: &u32| of_all.residual_page(b, *page as usize);
+        let of_first: Vec<u32> = own[..first].iter().filter_map(residual).collect();
+        let newest = own[first..].iter().rev();
+        let newest = newest.zip((0..of_all.pages[b].len() as u32).rev());
+        let newest = newest.take_while(|(page, last)| *page == last);
+        let mut of_newest: Vec<u32> = newest.map_while(|(page, _)| residual(page)).collect();
+        of_newest.reverse();
+        let fine = format.first_residual_token(len.saturating_sub(1)) / page_size;
+        let needed = own.len().saturating_sub(fine.max(first));
+        if of_first.len() < first || of_newest.len() < needed {
+            return refuse(
+                "selected pages",
+                format_args!("{own:?} of {format}"),
+                "with the newest pages of the sequence at the end, whose residuals its newest token reads; or a format without residuals",
+            );
+        }
+        Ok([of_first, of_newest].concat())
     }
 }
 

@@ -343,8 +343,9 @@ class Cache:
             alibi_slopes, sinks: a number for each query head.
             pages: block-sparse attention: the pages that each KV head attends, `[sequences, KV heads, pages]`, lists or an array in which -1 fills up shorter ones; the host reads
                 them, which waits for an array on a GPU. Page i has the tokens from `i * page_size` on. For one query token of each sequence, without
-                other arguments that go by a token's place or by the head, and formats without a window or static scales; in a cache with centres of K the pages of a
-                sequence's first 64 tokens are among them. The results have the bits of sequences that consist of these tokens alone.
+                other arguments that go by a token's place or by the head, and static scales that are the same for all KV heads. In a cache with centres of K, and in formats with a
+                window, the pages of a sequence's first 64 tokens are among them, and in the latter its newest pages: those of the window. The results have the bits of
+                sequences that consist of these tokens alone.
             arithmetic: `"exact"`, or `"fast"`: steps of an integer format in which some sequence has more than 16 query tokens may be computed by floats,
                 which is faster on a GPU with tensor cores. The answer is as near to attention over the same cache, but no bits are promised. It takes a cache with
                 `centres=False`; over centres of K steps are exact.
