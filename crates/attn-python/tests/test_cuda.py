@@ -264,3 +264,21 @@ def test_shards_in_caches_have_the_bits_of_one_cache(rng, format, modifiers):
         with pytest.raises(error) as refusal:
             call()
         assert len(str(refusal.value)) > 20
+
+
+@pytest.mark.parametrize("format", ["int8", "int4", "int8/int4", "int4-g1"])
+def test_selected_pages_have_the_cpus_bits(rng, format):
+    gpu, cpu = pair(format)
+    counts = [500, 130]
+    k, v, q = (rows(rng, n, heads, 128) for n, heads in ((630, 2), (630, 2), (2, 16)))
+    gpu.append(on_gpu(k), on_gpu(v), sequences=[2, 0], tokens=counts)
+    cpu.append(k, v, sequences=[2, 0], tokens=counts)
+    # The first tile and the newest ones, as centres and windows need them.
+    pages = torch.tensor([[[0, 2, 5, 6, 7], [0, 6, 7, 5, -1]], [[0, 1, 2, -1, -1], [2, 1, 0, -1, -1]]], device="cuda")
+    options = dict(sequences=[2, 0], q_lens=[1, 1], return_lse=True, softcap=20.0)
+    out, lse = gpu.attend(on_gpu(q), pages=pages, **options)
+    wanted, wanted_lse = cpu.attend(q, pages=pages.tolist(), **options)
+    assert same(out, wanted) and (lse.cpu() - torch.from_numpy(wanted_lse)).abs().max() < 1e-5
+    # Rows in host memory.
+    assert (gpu.attend(q, pages=pages, **options)[0] == wanted).all()
+    assert not same(gpu.attend(on_gpu(q), **options)[0], wanted)
