@@ -44,7 +44,7 @@ impl<'a> AttendRows<'a> {
     }
 }
 
-/// The queries of shards, and where the states of their spans go ([`SpanStates`]): in host memory, or all on the device of the cache.
+/// The queries of shards, and where the states of their spans go ([`SpanStates`](crate::SpanStates)): in host memory, or all on the device of the cache.
 #[derive(Debug)]
 pub struct SpanRows<'a> {
     /// The queries, `[query tokens, num_q_heads, head_dim]`.

@@ -201,3 +201,35 @@ fn check_len(what: &'static str, given: usize, needed: usize) -> Result<(), Erro
         }),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{cache::KvCache, format::KvFormat, host_pages::HostPages, problem::Heads};
+
+    /// Kills selections of a shard, whose pages are not the sequence's first ones.
+    #[test]
+    fn shards_have_no_selected_pages() {
+        let config = CacheConfig::builder(KvFormat::INT8, Heads::new(1, 1, 64))
+            .centres(false)
+            .max_len(128)
+            .build();
+        let pages = HostPages::new(&config).unwrap();
+        let mut cache = KvCache::new(config, Box::new(pages)).unwrap();
+        let selected = SelectedPages {
+            pages: &[1],
+            counts: &[1],
+        };
+        let refused = |cache: &KvCache| {
+            let layer = cache.layer(0).unwrap();
+            layer.selected(&[0], selected).err().map(|e| e.to_string())
+        };
+        cache.begin_shard(0, 1024, &[]).unwrap();
+        cache.append(0, &[0.5; 70 * 64], &[0.5; 70 * 64]).unwrap();
+        let said = refused(&cache).unwrap();
+        assert!(said.contains("1024; allowed: 0: no shards"), "{said}");
+        cache.free_sequence(0).unwrap();
+        cache.append(0, &[0.5; 70 * 64], &[0.5; 70 * 64]).unwrap();
+        assert_eq!(refused(&cache), None);
+    }
+}
