@@ -38,7 +38,10 @@ pub fn add(mut trials: Trials<Box<dyn DecodeAttention>>) -> Trials<Box<dyn Decod
     }
     trials.test(
         "selected pages: what cannot have their bits is refused",
-        |backend| refused(&**backend),
+        |backend| {
+            refused(&**backend);
+            refused_steps(&**backend);
+        },
     )
 }
 
@@ -155,16 +158,110 @@ fn selected(backend: &dyn DecodeAttention, format: &str, page_size: usize, centr
     assert!(none.iter().all(|lse| *lse == f32::NEG_INFINITY), "{none:?}");
 }
 
-fn refused(backend: &dyn DecodeAttention) {
-    let make = |format: &str, centres: bool| {
-        let format = format.parse().expect("a format's name");
-        let builder = CacheConfig::builder(format, HEADS).page_size(64);
-        let mut cache = cache(backend, &builder.centres(centres).max_len(256).build());
-        let rows = noise(1, 200 * HEADS.kv * ROW);
-        cache.append(0, &rows, &rows).unwrap();
-        cache
+/// A cache whose first sequence has 200 tokens, on pages of 64.
+fn of_200_tokens(backend: &dyn DecodeAttention, format: &str, centres: bool) -> KvCache {
+    let format = format.parse().expect("a format's name");
+    let builder = CacheConfig::builder(format, HEADS).page_size(64);
+    let mut cache = cache(backend, &builder.centres(centres).max_len(256).build());
+    let rows = noise(1, 200 * HEADS.kv * ROW);
+    cache.append(0, &rows, &rows).unwrap();
+    cache
+}
+
+/// What goes by a token's place or by the query head.
+fn refused_steps(backend: &dyn DecodeAttention) {
+    let plain = of_200_tokens(backend, "int8", false);
+    let base = || Attend {
+        pages: Some(SelectedPages {
+            pages: &[1, 3, 0],
+            counts: &[2, 1],
+        }),
+        q_lens: Some(&[1]),
+        tokens_before: &[0],
+        tokens_after: &[0],
+        ..Attend::new(HEADS.q, &[0])
     };
-    let (plain, centred, int4) = (make("int8", false), make("int8", true), make("int4", true));
+    let with = |scores: ScoreModifiers| Attend { scores, ..base() };
+    let none = ScoreModifiers::default;
+    assert_eq!(
+        Attend {
+            q_lens: Some(&[2, 3]),
+            ..base()
+        }
+        .query_tokens(),
+        5
+    );
+    base().of_cache(&plain).unwrap();
+    for (name, at) in [
+        (
+            "q_lens",
+            Attend {
+                q_lens: Some(&[2]),
+                ..base()
+            },
+        ),
+        (
+            "q_lens",
+            Attend {
+                q_lens: Some(&[0]),
+                ..base()
+            },
+        ),
+        (
+            "shards",
+            Attend {
+                tokens_before: &[1024],
+                ..base()
+            },
+        ),
+        (
+            "shards",
+            Attend {
+                tokens_after: &[1],
+                ..base()
+            },
+        ),
+        (
+            "window_left",
+            with(ScoreModifiers {
+                window_left: Some(9),
+                ..none()
+            }),
+        ),
+        (
+            "chunk",
+            with(ScoreModifiers {
+                chunk: Some(64),
+                ..none()
+            }),
+        ),
+        (
+            "alibi_slopes",
+            with(ScoreModifiers {
+                alibi_slopes: Some(vec![0.0; HEADS.q]),
+                ..none()
+            }),
+        ),
+        (
+            "sinks",
+            with(ScoreModifiers {
+                sinks: Some(vec![0.0; HEADS.q]),
+                ..none()
+            }),
+        ),
+    ] {
+        let said = at.of_cache(&plain).err().map(|error| error.to_string());
+        let is_named = said.as_ref().is_some_and(|said| said.contains(name));
+        assert!(is_named, "{name}: {said:?}");
+    }
+}
+
+fn refused(backend: &dyn DecodeAttention) {
+    let (plain, centred, int4) = (
+        of_200_tokens(backend, "int8", false),
+        of_200_tokens(backend, "int8", true),
+        of_200_tokens(backend, "int4", true),
+    );
     let attend = |cache: &KvCache, pages: &[u32], counts: &[usize]| {
         let pages = Some(SelectedPages { pages, counts });
         let at = Attend {
