@@ -96,6 +96,7 @@ fn centre_rows(job: Job, head: u32, tid: u32) {
 #let S = SIDE == 0 ? K : V
 #let D = SIDE == 0 ? KD : VD
 #let G = SIDE == 0 ? KG : VG
+#let GROUP_DIMS = SIDE == 0 ? K_GROUP_DIMS : V_GROUP_DIMS
 #let SCALED = SIDE == 0 ? K_SCALED : V_SCALED
 #let BITS = SIDE == 0 ? K_BITS : V_BITS
 #let STRIDES = SIDE == 0 ? K_STRIDES : V_STRIDES
@@ -133,7 +134,7 @@ fn parameters_$(SIDE)(job: Job, head: u32, tid: u32) {
     for (var i = tid; i < (job.end - job.first) * $(D / 4)u; i += $(THREADS)u) {
         let t = job.first + i / $(D / 4)u;
         let d = i % $(D / 4)u * 4u;
-        let at = place_$(SIDE)(job, t, d / $(D / G)u);
+        let at = place_$(SIDE)(job, t, d / $(GROUP_DIMS)u);
         let x = vec4<u32>(element_$(SIDE)(job, head, t, d), element_$(SIDE)(job, head, t, d + 1u), element_$(SIDE)(job, head, t, d + 2u), element_$(SIDE)(job, head, t, d + 3u));
 #if S == GROUPS
         let keys = vec4<u32>(key_of(x.x), key_of(x.y), key_of(x.z), key_of(x.w));
@@ -191,11 +192,11 @@ fn code_$(SIDE)(job: Job, head: u32, t: u32, d: u32) -> u32 {
 #elif S == TENSOR
     return int8_code(x, jobs[params.scales_at + 2u * head + $(SIDE)u]);
 #elif S == GROUPS
-    return int4_code(bitcast<f32>(x), param[place_$(SIDE)(job, t, d / $(D / G)u)]);
+    return int4_code(bitcast<f32>(x), param[place_$(SIDE)(job, t, d / $(GROUP_DIMS)u)]);
 #elif S == STEPS
-    return half_step_code(x, bitcast<u32>(f16_value(param[place_$(SIDE)(job, t, d / $(D / G)u)])));
+    return half_step_code(x, bitcast<u32>(f16_value(param[place_$(SIDE)(job, t, d / $(GROUP_DIMS)u)])));
 #else
-    return int8_code(x, bitcast<u32>(f16_value(param[place_$(SIDE)(job, t, d / $(D / G)u)])));
+    return int8_code(x, bitcast<u32>(f16_value(param[place_$(SIDE)(job, t, d / $(GROUP_DIMS)u)])));
 #end
 }
 

@@ -53,6 +53,15 @@ fn query_step(largest: f32) -> vec2<f32> {
     return select(step, vec2<f32>(0.0), largest < bitcast<f32>(0x21800000u));
 }
 
+// A row of queries whose two parts have a step each: sigma, what the elements of each part are multiplied by, and rho, the second step in the first one's.
+fn query_parts(first: f32, second: f32) -> vec4<f32> {
+    let least = bitcast<f32>(0x33800000u);
+    let a = vec2<f32>(max(first, product(second, least)), max(second, product(first, least)));
+    let step = query_step(a.x);
+    let counts = a.x >= bitcast<f32>(0x21800000u);
+    return vec4<f32>(step, query_step(a.y).y, select(0.0, product(a.y, hidden(rcp(a.x))), counts));
+}
+
 // 1.5 * 2^17: its sum with a score counts the score in 64ths. A row's scores in a tile are on that grid if the largest sum is from 131200 to 262144.
 const SCORE_BASE: f32 = 196608.0;
 const SCORE_BASE_BITS: u32 = 0x48400000u;

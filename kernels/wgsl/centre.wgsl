@@ -33,7 +33,7 @@ fn k_codes(place: TokenAddr, d: u32) -> u32 {
 // What the sequence stores of dims d to d + 3 of token t.
 fn k_values(tile: u32, head: u32, t: u32, d: u32) -> vec4<f32> {
     let place = place_of(tile + 4u, head, t);
-    let scale = load_f16(place.buffer, place.at * 4u + $(K_PARAMS)u, d / $(KD / KG)u * $(PS)u + place.token);
+    let scale = load_f16(place.buffer, place.at * 4u + $(K_PARAMS)u, d / $(K_GROUP_DIMS)u * $(PS)u + place.token);
     let codes = k_codes(place, d);
 #if K_BITS == 4
     let half_steps = (codes << 4u) | k_codes(place_of(tile + 8u, head, t), d);

@@ -28,7 +28,7 @@
 // Whether the registers hold all of V while the scores are computed.
 #let V_FIRST = V_INTEGER && CH == 1
 // Groups of K's dims with a scale each in the scores.
-#let SGROUPS = K == G32 || K == GROUPS || K == STEPS ? KG : 1
+#let SGROUPS = K == G32 || K == GROUPS || K == STEPS || QUERY_PARTS > 1 ? KG : 1
 // Whether K's codes are not centred on 0, so that scores need the sums of the query's bytes.
 #let K_CENTRED = K == GROUPS || K == STEPS
 // Whether a lane multiplies half of the dims of two tokens, `lane` and `lane ^ 32`, so that each loaded vector of the query serves two tokens.
@@ -57,6 +57,9 @@
 #if K_INTEGER
 var<workgroup> query_bytes: array<vec4<u32>, $(R * UNITS)>;          // (row, unit)
 var<workgroup> row_step: array<f32, $(R)>;                           // sigma
+#if QUERY_PARTS > 1
+var<workgroup> row_ratio: array<f32, $(R)>;                          // rho
+#end
 #if CENTRES
 var<workgroup> row_base: array<f32, $(2 * R)>;                       // (first or second centre, row): G
 #end

@@ -108,6 +108,21 @@ if has_base {
 #end
 #end
 
+#if K_INTEGER
+// Where a row's largest element is sought of the part that has a unit.
+fn part_slot(row: u32, unit: u32) -> u32 {
+#if QUERY_PARTS > 1
+    return $(QUERY_MAX)u + row * 2u + select(0u, 1u, unit >= $(K_GROUP_DIMS / 16)u);
+#else
+    return $(QUERY_MAX)u + row;
+#end
+}
+
+fn posted_part(row: u32, part: u32) -> f32 {
+    return bitcast<f32>(posted($(QUERY_MAX)u + row * $(QUERY_PARTS)u + part));
+}
+#end
+
 // The query rows in workgroup memory: as bytes, with their steps and the sums that the scores need, or in f32.
 #def load_query(): lane, first_query, num_queries, sequence, head, row0, num_rows, num_pairs ->
 for (var slot = lane; slot < $(SLOTS)u; slot += $(T)u) {
@@ -132,7 +147,7 @@ if pair_$(n) < num_pairs {
 #for n in 0..PAIRS
 if pair_$(n) < num_pairs {
 #if K_INTEGER
-    post_max($(QUERY_MAX)u + row_$(n), bitcast<u32>(largest(query_$(n))));
+    post_max(part_slot(row_$(n), unit_$(n)), bitcast<u32>(largest(query_$(n))));
 #else
 #for w in 0..4
     queries[pair_$(n) * 4u + $(w)u] = query_$(n)[$(w)];
@@ -144,17 +159,25 @@ workgroupBarrier();
 #if K_INTEGER
 #for n in 0..PAIRS
 if pair_$(n) < num_pairs {
-    let step = query_step(bitcast<f32>(posted($(QUERY_MAX)u + row_$(n))));
+#if QUERY_PARTS > 1
+    let steps = query_parts(posted_part(row_$(n), 0u), posted_part(row_$(n), 1u));
+    let step = vec2<f32>(steps.x, select(steps.y, steps.z, unit_$(n) >= $(K_GROUP_DIMS / 16)u));
+#else
+    let step = query_step(posted_part(row_$(n), 0u));
+#end
 #for w in 0..4
     let q8_$(w) = clamp(rhe4(product4(query_$(n)[$(w)], step.y)), vec4<i32>(-127), vec4<i32>(127));
 #end
     query_bytes[pair_$(n)] = vec4<u32>(pack4xI8(q8_0), pack4xI8(q8_1), pack4xI8(q8_2), pack4xI8(q8_3));
     if unit_$(n) == 0u {
         row_step[row_$(n)] = step.x;
+#if QUERY_PARTS > 1
+        row_ratio[row_$(n)] = steps.w;
+#end
     }
 #if K_CENTRED
     let sum = (q8_0 + q8_1) + (q8_2 + q8_3);
-    post_sum($(QUERY_SUM)u + row_$(n) * $(KG)u + unit_$(n) / $(UNITS / KG)u, (sum.x + sum.y) + (sum.z + sum.w));
+    post_sum($(QUERY_SUM)u + row_$(n) * $(KG)u + unit_$(n) / $(K_GROUP_DIMS / 16)u, (sum.x + sum.y) + (sum.z + sum.w));
 #end
 }
 #end

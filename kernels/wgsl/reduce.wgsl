@@ -8,9 +8,9 @@
 #let LARGEST = 2 * R
 #let PAIRS_OF_ROWS = (R + 1) / 2
 #let WEIGHTS = LARGEST + (V_INTEGER ? VG * R : 0)
-// For each row: its largest query, and the sums of its bytes for each of K's groups.
+// For each row: the largest element of each of its parts, and the sums of its bytes for each of K's groups.
 #let QUERY_MAX = WEIGHTS + (V_INTEGER ? VG * PAIRS_OF_ROWS : 0)
-#let QUERY_SUM = QUERY_MAX + (K_INTEGER ? R : 0)
+#let QUERY_SUM = QUERY_MAX + (K_INTEGER ? R * QUERY_PARTS : 0)
 #let SLOTS = QUERY_SUM + (K_CENTRED ? R * KG : 0)
 var<workgroup> reduced: array<atomic<u32>, $(SLOTS)>;
 

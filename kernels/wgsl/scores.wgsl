@@ -123,7 +123,7 @@ var sum_$(j)_$(g) = 0;
 #end
 #end
 #for n in 0..HALF
-#let g = n * SGROUPS / UNITS
+#let g = SGROUPS == 1 ? 0 : n / (K_GROUP_DIMS / 16)
 {
     let bytes = query_bytes[$(r * UNITS + n)u + first_unit];
 #for j in 0..TOKENS
@@ -156,7 +156,7 @@ if k_fine > 0u {
 #end
 #end
 #for n in 0..HALF
-#let g = n * SGROUPS / UNITS
+#let g = SGROUPS == 1 ? 0 : n / (K_GROUP_DIMS / 16)
 #for j in 0..TOKENS
         fine_$(j)_$(g) = dot16(query_bytes[$(r * UNITS + n)u + first_unit], k_bytes(residuals_$(j), first_unit + $(n)u), fine_$(j)_$(g));
 #end
@@ -190,7 +190,11 @@ if k_fine > 0u {
 #if g == 0
     score_$(r) = term;
 #else
+#if QUERY_PARTS > 1
+    score_$(r) = score_$(r) + product(term, row_ratio[$(r)]);
+#else
     score_$(r) = score_$(r) + term;
+#end
 #end
 }
 #end

@@ -220,7 +220,7 @@ let v_$(n)_$(i) = v_raw_$(C)_$(n)_$(i / 2) & vec4<u32>(0xF0F0F0F0u);
 #if VG == 1
 let group_$(i) = 0u;
 #else
-let group_$(i) = min(dim_of(lane, $(C * DPL + i)u), $(VD - 1)u) / $(GD)u;
+let group_$(i) = min(dim_of(lane, $(C * DPL + i)u), $(VD - 1)u) / $(V_GROUP_DIMS)u;
 #end
 #end
 #for b in 0..(R / RU)

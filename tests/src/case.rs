@@ -44,6 +44,9 @@ pub enum Inputs {
     Noise,
     /// Noise, in K beside a constant of up to 40 in each dim, as a bias of the model's gives.
     Biased,
+    /// Noise, 64 times as large in the elements that K has and V has not, as rotary keys are, and as much smaller in Q; every third row of Q is zeros there, and every
+    /// third elsewhere.
+    Rotary,
     /// All zero, Q too.
     Zeros,
     /// Tokens in turn: zero, f32 subnormals, values whose f16 scales are subnormal, noise.
@@ -248,6 +251,9 @@ impl Case {
                 let shared = self.numbers(self.seed * 1000 + side, self.prefix(), of);
                 x[..shared.len()].copy_from_slice(&shared);
             }
+            if self.inputs == Inputs::Rotary && side == 0 {
+                self.rotary_elements(&mut x, |_, x| *x *= 64.0);
+            }
             if self.inputs == Inputs::Biased && side == 0 {
                 let mut bits = Noise::of_case(self.seed);
                 let bias: Vec<f32> = (0..width).map(|_| unit(bits.bits()) * 40.0).collect();
@@ -258,12 +264,27 @@ impl Case {
         })
     }
 
+    /// Changes the elements of rows of K, or of queries, that V has not: `change(row, x)`.
+    fn rotary_elements(&self, x: &mut [f32], mut change: impl FnMut(usize, &mut f32)) {
+        let HeadDim { k, v } = self.problem.head_dim;
+        for (i, row) in x.chunks_exact_mut(k).enumerate() {
+            row[v.min(k)..].iter_mut().for_each(|x| change(i, x));
+        }
+    }
+
+    fn rotary_queries(&self, q: &mut [f32]) {
+        self.rotary_elements(q, |i, x| *x *= if i % 3 == 1 { 0.0 } else { 1.0 / 64.0 });
+        let HeadDim { k, v } = self.problem.head_dim;
+        let rows = q.chunks_exact_mut(k).skip(2).step_by(3);
+        rows.for_each(|row| row[..v.min(k)].fill(0.0));
+    }
+
     /// Seeded numbers of so many tokens, `width` each, of a magnitude of at most `most`, the scheme's own.
     fn numbers(&self, seed: u64, tokens: usize, (width, most): (usize, f32)) -> Vec<f32> {
         let n = tokens * width;
         let mut x = noise(seed, n);
         let large = match self.inputs {
-            Inputs::Noise | Inputs::Biased => return x,
+            Inputs::Noise | Inputs::Biased | Inputs::Rotary => return x,
             Inputs::Zeros => return vec![0.0; n],
             Inputs::Tiny => {
                 let scales = [0.0, 1e-40, 1e-6, 1.0];
@@ -295,6 +316,7 @@ impl Case {
         }
         match self.inputs {
             Inputs::Zeros => q.fill(0.0),
+            Inputs::Rotary => self.rotary_queries(&mut q),
             _ if !self.format.is_integer() => {
                 q.iter_mut().for_each(|x| *x = bf16::from_f32(*x).to_f32())
             }

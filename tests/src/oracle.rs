@@ -5,8 +5,8 @@
 mod row;
 
 use attn_core::{
-    HeadDim, HostPages, KvCache, Problem,
-    arithmetic::{LOG2_E, query_code, query_step},
+    HeadDim, HostPages, KvCache, KvFormat, Problem,
+    arithmetic::{LOG2_E, QueryParts, query_code},
     layout::{Part, Side},
     quant::{self, Param},
     rotation::{block, rotate_back},
@@ -34,7 +34,7 @@ pub fn attend(
     queries: Queries,
 ) -> (Vec<f64>, Vec<f64>) {
     let dim = problem.head_dim.k;
-    let [rotated, _] = cache.config().format.rotated_blocks(problem.head_dim);
+    let format = cache.config().format;
     let scale = |h: usize| {
         let k_scale = cache
             .config()
@@ -54,7 +54,7 @@ pub fn attend(
                 let exact: Vec<f64> = q.iter().map(|x| f64::from(*x)).collect();
                 let read = match queries {
                     Queries::Exact => exact.clone(),
-                    Queries::Rounded => rounded(q, scale(h), rotated),
+                    Queries::Rounded => rounded(q, scale(h), format, problem.head_dim),
                 };
                 let row = QueryRow {
                     problem,
@@ -101,18 +101,20 @@ pub fn attend_rows(problem: &Problem, q: &[f32], k: &[f32], v: &[f32]) -> (Vec<f
 }
 
 /// A query of 8 bits, as the arithmetic's own functions round it, in the units it had, turned back where K is rotated by blocks.
-fn rounded(q: &[f32], scale: f32, rotated: Option<usize>) -> Vec<f64> {
+fn rounded(q: &[f32], scale: f32, format: KvFormat, head_dim: HeadDim) -> Vec<f64> {
+    let [rotated, _] = format.rotated_blocks(head_dim);
     let mut row: Vec<f32> = q.iter().map(|x| x * scale).collect();
     if let Some(block) = rotated {
         rotate_back(&mut row, block);
     }
-    let largest = row.iter().fold(0.0f32, |a, x| a.max(x.abs()));
-    let [step, inverse] = query_step(largest);
-    let unit = f64::from(step) / f64::from(scale);
-    let mut row: Vec<f64> = row
-        .iter()
-        .map(|x| f64::from(query_code(*x, inverse)) * unit)
-        .collect();
+    let parts = format.query_parts(head_dim);
+    let steps = QueryParts::of(&row, parts);
+    let units = [1.0, f64::from(steps.ratio)].map(|x| x * f64::from(steps.step) / f64::from(scale));
+    let code = |(d, x): (usize, &f32)| {
+        let part = parts.of_dim(d);
+        f64::from(query_code(*x, steps.inverse[part])) * units[part]
+    };
+    let mut row: Vec<f64> = row.iter().enumerate().map(code).collect();
     if let Some(block) = rotated {
         rotate(&mut row, block, block.trailing_zeros() / 2);
     }
@@ -261,7 +263,7 @@ impl Stored {
 
 /// The value of a code `(slot, d)` of a run; its shift is added in f64.
 fn value(part: &Part, run: &[u8], slot: usize, d: usize, tensor_scale: f32) -> f64 {
-    let param = part.load_param(run, slot, d * part.num_params() / part.dim());
+    let param = part.load_param(run, slot, part.groups().of_dim(d));
     let unshifted = Param {
         shift: half::f16::ZERO,
         ..param
@@ -279,7 +281,7 @@ fn fine_value(
     slot: usize,
     d: usize,
 ) -> f64 {
-    let param = part.load_param(run, slot, d * part.num_params() / part.dim());
+    let param = part.load_param(run, slot, part.groups().of_dim(d));
     let codes = [
         part.load_code(run, slot, d),
         residual.load_code(residuals, slot, d),

@@ -349,7 +349,7 @@ fn scales_of_views_are_no_nan_or_negative(
     let whole = contiguous.view(&case.problem).unwrap();
     let mut rows = [*whole.k(), *whole.v()];
     let mut scales = rows[side].scales.to_vec();
-    let groups = case.format.k.groups(64);
+    let groups = case.format.k.groups(64).count();
     scales[last_row(rows[side].scale_strides) + groups - 1] = bits;
     rows[side].scales = &scales;
     let make = |lens: &[usize]| {

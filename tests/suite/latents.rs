@@ -68,7 +68,7 @@ fn parts_of_rows_are_values(
     });
     let error = (off / all).sqrt();
     assert!(error < 0.03, "{error}");
-    assert_eq!(bytes, dim.0 as f64 + 2.0);
+    assert_eq!(bytes, dim.0 as f64 + 4.0);
 }
 
 /// What no latents have is refused by name, before anything is made.

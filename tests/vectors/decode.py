@@ -152,6 +152,10 @@ class Side:
         self.half_steps = self.rotated and scheme != "int8"
         self.window = 0 if not self.half_steps or scheme == "int4-w0" else 4 if scheme == "int4-w4" else 2
         self.groups = {"int8-g32": dim // 32, "int4-r2": 2}.get(scheme) or (int(scheme[6:]) if scheme.startswith("int4-g") else 1)
+        # Of latents the elements that V has, and a rotary key.
+        self.parts = [case["head_dim"][1], dim - case["head_dim"][1]] if case["v"] == "latents" and not side else [dim]
+        if len(self.parts) == 2:
+            self.groups = 2
         self.codes, self.params, self.centres = [], [], []
         self.is_centred = bool(case["centres"]) and not side
         for t in range(case["kv_len"]):
@@ -169,7 +173,7 @@ class Side:
     def values(self, dim):
         """V of latents: the first elements of K, as they are stored."""
         v = copy.copy(self)
-        v.dim, v.codes = dim, [codes[:dim] for codes in self.codes]
+        v.dim, v.groups, v.codes = dim, 1, [codes[:dim] for codes in self.codes]
         return v
 
     def without_centre(self, t, x):
@@ -194,7 +198,10 @@ class Side:
             parts = [half_steps(x[g * n : (g + 1) * n]) for g in range(self.groups)]
             return sum((codes for codes, _ in parts), []), [(scale, F(0)) for _, scale in parts]
         scheme = "int8-plain" if self.scheme == "int8" else self.scheme
-        codes, params = token(scheme, x, self.tensor_scale)
+        codes, params, first = [], [], 0
+        for dims in self.parts:
+            of_part = token(scheme, x[first : first + dims], self.tensor_scale)
+            codes, params, first = codes + of_part[0], params + of_part[1], first + dims
         if scheme.startswith("int4-g"):
             return [u - 8 for u in codes], [(scale, centred(scale, shift)) for scale, shift in params]
         return [(c ^ 128) - 128 for c in codes], params
@@ -208,10 +215,10 @@ class Side:
         return code if fine or not self.half_steps else code & ~15
 
 
-def score(k, q8, t, position):  # section 4, without the row's step
-    n, fine, a = k.dim // k.groups, k.fine(t, position), None
+def score(k, q8, ratio, t, position):  # section 4, without the row's step
+    fine, a, n = k.fine(t, position), None, k.dim // k.groups if len(k.parts) == 1 else k.parts[0]
     for g in range(k.groups):
-        dims = range(g * n, (g + 1) * n)
+        dims = range(g * n, min((g + 1) * n, k.dim))
         s, total = sum(q8[d] * k.code(t, d, fine) for d in dims), sum(q8[d] for d in dims)
         scale, shift = k.params[t][g] if k.params[t] else (None, F(0))
         if scale is None:
@@ -222,6 +229,7 @@ def score(k, q8, t, position):  # section 4, without the row's step
             term = f32(f32(f32(F(s)) * scale) + f32(f32(F(total)) * shift))
         else:
             term = f32(f32(F(s)) * scale)
+        term = f32(term * ratio) if g and len(k.parts) == 2 else term
         a = term if a is None else f32(a + term)
     return a
 
@@ -336,16 +344,20 @@ def merge_sink(state, sink):  # section 7: the new maximum and sum, and the fact
 
 
 def prepare(q, k):
-    """Section 3: q', the query's codes, and its step."""
+    """Section 3: q', the query's codes, its step, and the ratio of its parts' steps."""
     c = f32(f32(F(1, isqrt(k.dim)) * LOG2_E) * (k.tensor_scale or 1))
     q = [f32(x * c) for x in q]
     if k.rotated:
         q = rotate_back(q, k.block)
-    a = max(abs(x) for x in q)
-    if a < pow2(-60):
-        return q, [0] * len(q), F(0)
-    inverse = f32(127 * rcp(a))
-    return q, [clamp(rhe(f32(x * inverse)), -127, 127) for x in q], f32(a * from_bits(0x3C010204))
+    n = k.parts[0]
+    a = [max((abs(x) for x in part), default=F(0)) for part in (q[:n], q[n:])]
+    if len(k.parts) == 2:
+        a = [max(a[0], a[1] * pow2(-24)), max(a[1], a[0] * pow2(-24))]
+    inverse = [f32(127 * rcp(x)) if x >= pow2(-60) else F(0) for x in a]
+    codes = [clamp(rhe(f32(x * inverse[d >= n])), -127, 127) for d, x in enumerate(q)]
+    if a[0] < pow2(-60):
+        return q, codes, F(0), F(0)
+    return q, codes, f32(a[0] * from_bits(0x3C010204)), f32(a[1] * rcp(a[0])) if a[1] else F(1)
 
 
 def attend(case, k, v, q, sink):
@@ -353,7 +365,7 @@ def attend(case, k, v, q, sink):
     position = case["kv_len"] - (case["q_len"] or 1)
     kv_len = position + 1
     start = max(0, position - case["window"]) if case["window"] is not None else 0
-    q, q8, sigma = prepare(q, k)
+    q, q8, sigma, ratio = prepare(q, k)
     num_tiles = -(-kv_len // TILE)
     segments = []
     for first in range(0, num_tiles, SEGMENT):
@@ -362,7 +374,7 @@ def attend(case, k, v, q, sink):
             seen = range(max(start, tile * TILE), min(kv_len, (tile + 1) * TILE))
             if not seen:
                 continue
-            scores, unit, start_of = {t: score(k, q8, t, position) for t in seen}, sigma, base(k, q, tile)
+            scores, unit, start_of = {t: score(k, q8, ratio, t, position) for t in seen}, sigma, base(k, q, tile)
             if case["softcap"] or case["alibi"]:
                 scores = {t: f32(f32(a * sigma) + f32(start_of - BASE)) for t, a in scores.items()}
                 scores, unit, start_of = {t: modify(s, case, t, position) for t, s in scores.items()}, F(1), F(BASE)
@@ -429,7 +441,7 @@ CASES += [
     ("int8", "int4", 70, {"head_dim": (64, 192), "sinks": [F(5, 4), F(40)]}),
     ("int8", "int8", 20, {"head_dim": (576, 128), "centres": 1, "bias": F(5)}),
     ("int8", "latents", 66, {"head_dim": (576, 512), "q_len": 2}),
-    ("int8-plain", "latents", 70, {"head_dim": (256, 64), "sinks": [F(5, 4), F(40)]}),
+    ("int8-plain", "latents", 70, {"head_dim": (256, 160), "sinks": [F(5, 4), F(40)]}),
 ]
 
 # Centres of K: sequences that end in the first tile, with it and behind it; keys with a bias and without; scores that count on the grid from a base far from

@@ -27,7 +27,7 @@ type MakeView<'a> = fn(
 /// Groups of a row that have a stored scale.
 fn scale_groups(scheme: Scheme, head_dim: usize) -> usize {
     if scheme.has_row_scales() {
-        scheme.groups(head_dim)
+        scheme.groups(head_dim).count()
     } else {
         0
     }

@@ -197,7 +197,7 @@ impl Workload {
         let tokens: usize = problem.kv_lens.iter().sum();
         let row = |(scheme, dim): (Scheme, usize)| {
             let scales = if scheme.has_row_scales() {
-                2 * scheme.groups(dim)
+                2 * scheme.groups(dim).count()
             } else {
                 0
             };

@@ -186,7 +186,7 @@ fn check_rows(view: &KvView<'_>, cache: CacheLayout) {
     for (rows, scheme) in [(view.k(), format.k), (view.v(), format.v)] {
         let row = 64 * scheme.code_bits() / 8;
         let groups = if scheme.has_row_scales() {
-            scheme.groups(64)
+            scheme.groups(64).count()
         } else {
             0
         };

@@ -1,5 +1,7 @@
 //! The scalar functions of `docs/arithmetic.md`, each written once.
 
+use crate::groups::Groups;
+
 pub use crate::segments::{SEGMENT, SPAN, TILE};
 
 /// log2 e as f32.
@@ -58,6 +60,61 @@ pub fn query_step(largest: f32) -> [f32; 2] {
         return [0.0; 2];
     }
     [largest * f32::from_bits(0x3C01_0204), 127.0 * rcp(largest)]
+}
+
+/// The steps of an 8-bit row of queries whose two parts have one each.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct QueryParts {
+    /// `σ`: the first part's step.
+    pub step: f32,
+    /// What the elements of each part are multiplied by to count its step.
+    pub inverse: [f32; 2],
+    /// `ρ`: the second part's step in the first one's, by which the term of its group is multiplied.
+    pub ratio: f32,
+}
+
+impl QueryParts {
+    /// The steps of a row.
+    #[must_use]
+    pub fn of(row: &[f32], parts: Groups) -> Self {
+        let largest = |part: usize| {
+            let part = row[parts.range(part)].iter();
+            part.fold(0.0f32, |a, x| a.max(x.abs()))
+        };
+        match parts.count() {
+            2 => query_parts([largest(0), largest(1)]),
+            _ => QueryParts::whole(largest(0)),
+        }
+    }
+
+    /// Of a row that is all of one part.
+    #[inline]
+    #[must_use]
+    pub fn whole(largest: f32) -> Self {
+        let [step, inverse] = query_step(largest);
+        QueryParts {
+            step,
+            inverse: [inverse; 2],
+            ratio: 1.0,
+        }
+    }
+}
+
+/// The steps of a row's two parts from their largest magnitudes: neither counts as less than 2^-24 of the other, so that `ρ` is a normal number.
+#[inline]
+#[must_use]
+pub fn query_parts(largest: [f32; 2]) -> QueryParts {
+    let least = f32::from_bits((127 - 24) << 23);
+    let a = [
+        largest[0].max(largest[1] * least),
+        largest[1].max(largest[0] * least),
+    ];
+    let [step, inverse] = query_step(a[0]);
+    QueryParts {
+        step,
+        inverse: [inverse, query_step(a[1])[1]],
+        ratio: if step == 0.0 { 0.0 } else { a[1] * rcp(a[0]) },
+    }
 }
 
 /// An element of a query in 8 bits, by the second number of [`query_step`].
@@ -271,5 +328,47 @@ mod tests {
         }
         assert_eq!(query_code(-1.5, query_step(1.5)[1]), -127);
         assert_eq!(query_step(8e-19), [0.0; 2]);
+    }
+
+    /// Kills a step of one part alone, a ratio the other way round, and one that is no normal number where a part is zero.
+    #[test]
+    fn each_part_of_a_query_errs_by_half_a_step_of_its_own() {
+        let parts = Groups::of_dims(6, 4);
+        for (first, second) in [
+            (1.0, 1.0),
+            (1.0, 300.0),
+            (250.0, 0.5),
+            (0.0, 3.0),
+            (2.0, 0.0),
+        ] {
+            let row = [0.3, -1.0, 0.9, 0.1, 1.0, -0.7].map(|x: f32| x * first);
+            let row: Vec<f32> = row[..4]
+                .iter()
+                .copied()
+                .chain([second, -0.7 * second])
+                .collect();
+            let steps = QueryParts::of(&row, parts);
+            assert!(
+                (2f32.powi(-25)..=2f32.powi(25)).contains(&steps.ratio),
+                "{steps:?}"
+            );
+            for (d, x) in row.iter().enumerate() {
+                let part = parts.of_dim(d);
+                let unit = f64::from(steps.step) * [1.0, f64::from(steps.ratio)][part];
+                let largest = f64::from([first, second][part]);
+                let error =
+                    (f64::from(*x) - f64::from(query_code(*x, steps.inverse[part])) * unit).abs();
+                assert!(
+                    error <= largest / 127.0 * 0.5001,
+                    "{first} {second} {d}: {error}"
+                );
+            }
+        }
+        let none = query_parts([1e-19, 1e-30]);
+        assert_eq!((none.step, none.inverse, none.ratio), (0.0, [0.0; 2], 0.0));
+        assert_eq!(
+            QueryParts::of(&[2.0, -3.0], Groups::of_dims(2, 2)),
+            QueryParts::whole(3.0)
+        );
     }
 }

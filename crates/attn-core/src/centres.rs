@@ -53,13 +53,12 @@ pub(crate) fn sum_of_tile<'a>(
     runs: impl Fn(usize) -> (&'a [u8], Option<&'a [u8]>),
 ) -> Vec<f32> {
     let (part, residual) = (layout.part(Side::K), layout.residual(Side::K));
-    let dims_of_group = part.dim() / part.num_params();
     let mut sum = vec![0.0; part.dim()];
     for t in 0..TILE {
         let (run, fine) = runs(t / layout.page_size());
         let (fine, t) = (residual.as_ref().zip(fine), t % layout.page_size());
         for (d, sum) in sum.iter_mut().enumerate() {
-            let param = part.load_param(run, t, d / dims_of_group);
+            let param = part.load_param(run, t, part.groups().of_dim(d));
             let code = part.load_code(run, t, d);
             *sum += match &fine {
                 Some((part, run)) => {

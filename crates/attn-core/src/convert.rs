@@ -217,7 +217,7 @@ pub fn import(
     for (side, external) in [(Side::K, k), (Side::V, v)] {
         let part = layout.part(side);
         let scheme = part.scheme;
-        let groups = part.num_params();
+        let groups = part.groups().count();
         let row_bytes = external.format.row_bytes(part.dim());
         let outside = external.format.scales_outside();
         let (mut codes, mut params) = (vec![0; part.dim()], vec![Param::default(); groups]);
@@ -260,7 +260,7 @@ fn get(
     let part = layout.part(side);
     let run = &page[layout.run(0, head)];
     let codes = (0..part.dim()).map(|d| part.load_code(run, t, d));
-    let params = (0..part.num_params()).map(|g| part.load_param(run, t, g));
+    let params = (0..part.groups().count()).map(|g| part.load_param(run, t, g));
     (codes.collect(), params.collect())
 }
 
@@ -276,12 +276,12 @@ fn row(
 ) -> Vec<f32> {
     let scheme = layout.part(side).scheme;
     let (codes, params) = get(layout, side, home, head, t);
-    let width = codes.len() / params.len();
+    let groups = layout.groups(side);
     let mut row: Vec<f32> = match layout.residual(side).zip(residuals) {
         None => {
             let values = codes.iter().enumerate();
             values
-                .map(|(d, &c)| quant::decode(scheme, c, params[d / width], tensor_scale))
+                .map(|(d, &c)| quant::decode(scheme, c, params[groups.of_dim(d)], tensor_scale))
                 .collect()
         }
         Some((part, page)) => {
@@ -289,7 +289,9 @@ fn row(
             let residual = |d| part.load_code(run, t, d);
             let values = codes.iter().enumerate();
             values
-                .map(|(d, &u)| quant::half_step_value(u, residual(d), params[d / width].scale))
+                .map(|(d, &u)| {
+                    quant::half_step_value(u, residual(d), params[groups.of_dim(d)].scale)
+                })
                 .collect()
         }
     };
@@ -352,7 +354,7 @@ pub fn export(
     let dim = layout.head_dim().of(side);
     let row_bytes = format.row_bytes(dim);
     let groups = if format.scales_outside() {
-        scheme.groups(dim)
+        scheme.groups(dim).count()
     } else {
         0
     };

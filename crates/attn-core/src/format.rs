@@ -4,6 +4,7 @@ use std::{fmt, str::FromStr};
 
 use crate::{
     error::{Error, refuse},
+    groups::Groups,
     head_dim::{HeadDim, Side},
     rotation,
     segments::TILE,
@@ -189,14 +190,17 @@ impl Scheme {
         }
     }
 
-    /// Quantization groups along `head_dim` (1 where there is a single scale, or none).
+    /// Quantization groups of a side of `dim` elements (1 where there is a single scale, or none), but for K of latents, which [`KvFormat::groups`] knows.
     #[must_use]
-    pub fn groups(self, head_dim: usize) -> usize {
-        match self {
-            Scheme::Int8(Int8Scale::Group32) => head_dim / 32,
-            Scheme::Int4(groups) | Scheme::RotatedInt4 { groups, .. } => groups as usize,
-            _ => 1,
-        }
+    pub fn groups(self, dim: usize) -> Groups {
+        let dims = match self {
+            Scheme::Int8(Int8Scale::Group32) => 32,
+            Scheme::Int4(groups) | Scheme::RotatedInt4 { groups, .. } => {
+                dim / usize::from(groups.max(1))
+            }
+            _ => dim,
+        };
+        Groups::of_dims(dim, dims)
     }
 
     /// The largest magnitude that the scheme takes: larger ones are refused, since scores and sums of them would overflow f32.
@@ -381,6 +385,25 @@ impl KvFormat {
         [(self.k, head_dim.k), (self.v, head_dim.v)]
     }
 
+    /// Quantization groups of K, and those of V. K of latents has two where it is wider than V: the elements that are V's, and the rest, which are a rotary key.
+    #[must_use]
+    pub fn groups(self, head_dim: HeadDim) -> [Groups; 2] {
+        let [k, v] = self.sides(head_dim).map(|(scheme, dim)| scheme.groups(dim));
+        match self.latents {
+            true => [Groups::of_dims(head_dim.k, head_dim.v), v],
+            false => [k, v],
+        }
+    }
+
+    /// The parts of a query that have a step each: K's groups of latents, else one of all elements.
+    #[must_use]
+    pub fn query_parts(self, head_dim: HeadDim) -> Groups {
+        match self.latents {
+            true => self.groups(head_dim)[0],
+            false => Groups::of_dims(head_dim.k, head_dim.k),
+        }
+    }
+
     /// Whether decode runs in the integer arithmetic, whose bits are equal on every backend.
     #[must_use]
     pub fn is_integer(self) -> bool {
@@ -515,7 +538,9 @@ impl KvFormat {
         self.k.check(head_dim.k)?;
         self.v.check(head_dim.v)?;
         let [block, _] = self.rotated_blocks(head_dim);
-        let is_part = head_dim.v <= head_dim.k && head_dim.v.is_multiple_of(block.unwrap_or(1));
+        let is_part = head_dim.v <= head_dim.k
+            && head_dim.k <= 2 * head_dim.v
+            && head_dim.v.is_multiple_of(block.unwrap_or(1));
         if self.latents && !is_part {
             let given = format_args!("{self} with head_dim {head_dim}");
             return refuse("format", given, LATENT_DIMS);
@@ -555,7 +580,7 @@ impl KvFormat {
 }
 
 /// For errors: what latents may be.
-const LATENT_DIMS: &str = "latents with at least as many elements of K as of V and, in int8, V of whole blocks by which K is rotated (the largest power of two that divides \
+const LATENT_DIMS: &str = "latents with at least as many elements of K as of V, at most twice as many, and, in int8, V of whole blocks by which K is rotated (the largest power of two that divides \
                            K's elements), such as 576/512; use int8, which stores K and V";
 
 /// The slot of home page `page`'s residual page, where the first `first` pages have slots of their own and the others share a ring behind these.

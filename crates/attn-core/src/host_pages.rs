@@ -156,13 +156,14 @@ impl HostPages {
         let scales = self.config.tensor_scales(layer)[side as usize];
         let scale = scales.get(head).copied().unwrap_or(1.0);
         let codes = &mut scratch.codes[..part.dim()];
-        let params = &mut scratch.params[..part.num_params()];
+        let groups = part.groups();
+        let params = &mut scratch.params[..groups.count()];
         match side == Side::K && self.config.centres {
             true => {
                 let row = self.centred([layer, head], write, x);
-                quant::encode_stored(part.scheme, scale, &row, codes, params);
+                quant::encode_stored(part.scheme, scale, &row, groups, codes, params);
             }
-            false => quant::encode(part.scheme, scale, x, codes, params),
+            false => quant::encode(part.scheme, scale, x, groups, codes, params),
         }
         let pool = self.pools[layer].pages_mut();
         let run = &mut pool[layout.run(write.page, head)];

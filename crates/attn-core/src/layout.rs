@@ -9,6 +9,7 @@ use half::f16;
 use crate::{
     error::{Error, refuse},
     format::{KvFormat, Scheme},
+    groups::Groups,
     head_dim::HeadDim,
     quant::Param,
 };
@@ -162,7 +163,7 @@ pub struct Part {
     pub params: Range<usize>,
     order: Side,
     is_residual: bool,
-    dim: usize,
+    groups: Groups,
     page_size: usize,
 }
 
@@ -172,15 +173,15 @@ impl Part {
     pub fn code_addr(&self, t: usize, d: usize) -> CodeAddr {
         let bits = self.scheme.code_bits();
         match self.order {
-            Side::K => k_code(bits, self.dim, self.page_size, t, d),
-            Side::V => v_code(bits, self.dim, self.page_size, t, d),
+            Side::K => k_code(bits, self.dim(), self.page_size, t, d),
+            Side::V => v_code(bits, self.dim(), self.page_size, t, d),
         }
     }
 
     /// Elements per token.
     #[must_use]
     pub fn dim(&self) -> usize {
-        self.dim
+        self.groups.dim()
     }
 
     /// The code `(t, d)` of a run.
@@ -204,10 +205,10 @@ impl Part {
         }
     }
 
-    /// Parameters that belong to a token: one for each group.
+    /// The groups of a token's elements, each with parameters of its own.
     #[must_use]
-    pub fn num_params(&self) -> usize {
-        self.scheme.groups(self.dim)
+    pub fn groups(&self) -> Groups {
+        self.groups
     }
 
     /// The parameters of group `g` of token `t` of a run.
@@ -245,30 +246,26 @@ pub const MAX_KV_HEADS: usize = 65536;
 
 /// Bytes of the parameters of one side of a run of `page_size` tokens; of sizes that no page has they may saturate.
 #[must_use]
-pub fn params_bytes(scheme: Scheme, dim: usize, page_size: usize) -> usize {
+pub fn params_bytes(scheme: Scheme, groups: Groups, page_size: usize) -> usize {
     if !scheme.has_row_scales() {
         return 0;
     }
     let each = if scheme.has_shifts() { 4 } else { 2 };
-    let params = scheme.groups(dim).saturating_mul(page_size);
+    let params = groups.count().saturating_mul(page_size);
     params.saturating_mul(each)
 }
 
 /// Bytes of one KV head's run of a page: codes and parameters of K and of V; of sizes that no page has they may saturate.
 #[must_use]
 pub fn run_bytes(format: KvFormat, head_dim: impl Into<HeadDim>, page_size: usize) -> usize {
-    let part = |scheme: Scheme, dim: usize| {
-        let codes = page_size.saturating_mul(dim);
+    let part = |scheme: Scheme, groups: Groups| {
+        let codes = page_size.saturating_mul(groups.dim());
         let codes = codes.saturating_mul(scheme.code_bits()) / 8;
-        codes.saturating_add(params_bytes(scheme, dim, page_size))
+        codes.saturating_add(params_bytes(scheme, groups, page_size))
     };
-    let head_dim = head_dim.into();
-    let v = if format.latents {
-        0
-    } else {
-        part(format.v, head_dim.v)
-    };
-    part(format.k, head_dim.k).saturating_add(v)
+    let [k, v] = format.groups(head_dim.into());
+    let v = if format.latents { 0 } else { part(format.v, v) };
+    part(format.k, k).saturating_add(v)
 }
 
 /// Refuses a number of KV heads that no cache and no problem has.
@@ -366,6 +363,12 @@ impl PageLayout {
         self.page_size * dim * scheme.code_bits() / 8
     }
 
+    /// The quantization groups of one side.
+    #[must_use]
+    pub fn groups(&self, side: Side) -> Groups {
+        self.format.groups(self.head_dim)[side as usize]
+    }
+
     /// Range of K's codes inside a run.
     #[must_use]
     pub fn k_codes(&self) -> Range<usize> {
@@ -376,7 +379,7 @@ impl PageLayout {
     #[must_use]
     pub fn k_params(&self) -> Range<usize> {
         let start = self.k_codes().end;
-        start..start + params_bytes(self.format.k, self.head_dim.k, self.page_size)
+        start..start + params_bytes(self.format.k, self.groups(Side::K), self.page_size)
     }
 
     /// Range of V's codes inside a run; of latents that of K's.
@@ -396,7 +399,7 @@ impl PageLayout {
             return self.k_params();
         }
         let start = self.v_codes().end;
-        start..start + params_bytes(self.format.v, self.head_dim.v, self.page_size)
+        start..start + params_bytes(self.format.v, self.groups(Side::V), self.page_size)
     }
 
     /// The side in whose order the codes of a side lie: K's, of latents.
@@ -421,7 +424,7 @@ impl PageLayout {
             params,
             order: self.order(side),
             is_residual: false,
-            dim: self.head_dim.of(side),
+            groups: self.groups(side),
             page_size: self.page_size,
         }
     }

@@ -30,6 +30,7 @@ pub mod error;
 pub mod events;
 pub mod format;
 pub mod grid;
+mod groups;
 mod head_dim;
 pub mod host_pages;
 #[doc(hidden)]
@@ -78,6 +79,7 @@ pub use device_steps::{DeviceResults, DeviceSteps};
 pub use elements::{Elements, ElementsMut};
 pub use error::{ElementIndex, Error, ErrorKind, Given, TruncateLimit, Unsupported};
 pub use format::{Int8Scale, KvFormat, Scheme, Window};
+pub use groups::Groups;
 pub use head_dim::{HEAD_DIMS, HeadDim, MAX_HEAD_DIM};
 pub use host_pages::{HostPages, HostStore};
 pub use layout::PageLayout;

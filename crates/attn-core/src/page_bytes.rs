@@ -256,7 +256,7 @@ fn mark_written(layout: &PageLayout, part: &Part, tokens: usize, written: &mut [
     }
     let params = &mut written[part.params.clone()];
     if !params.is_empty() {
-        let group_bytes = params.len() / part.num_params();
+        let group_bytes = params.len() / part.groups().count();
         let token_bytes = group_bytes / layout.page_size();
         for group in params.chunks_exact_mut(group_bytes) {
             group[..tokens * token_bytes].fill(0xff);

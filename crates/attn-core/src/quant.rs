@@ -8,6 +8,7 @@ use half::{bf16, f16};
 
 use crate::{
     format::{Int8Scale, Scheme},
+    groups::Groups,
     head_dim::MAX_HEAD_DIM,
     rotation::rotate_stored,
 };
@@ -174,17 +175,18 @@ pub fn encode(
     scheme: Scheme,
     tensor_scale: f32,
     x: &[f32],
+    groups: Groups,
     codes: &mut [u16],
     params: &mut [Param],
 ) {
     if !scheme.is_rotated() {
-        return encode_stored(scheme, tensor_scale, x, codes, params);
+        return encode_stored(scheme, tensor_scale, x, groups, codes, params);
     }
     let mut rotated = [0.0; MAX_HEAD_DIM];
     let row = &mut rotated[..x.len()];
     row.copy_from_slice(x);
     rotate_stored(row);
-    encode_stored(scheme, tensor_scale, row, codes, params);
+    encode_stored(scheme, tensor_scale, row, groups, codes, params);
 }
 
 /// Quantizes one token of one KV head as [`encode`] does, from the row that is stored: rotated already, where the scheme rotates.
@@ -192,6 +194,7 @@ pub fn encode_stored(
     scheme: Scheme,
     tensor_scale: f32,
     x: &[f32],
+    groups: Groups,
     codes: &mut [u16],
     params: &mut [Param],
 ) {
@@ -199,10 +202,8 @@ pub fn encode_stored(
         codes.iter_mut().zip(x).for_each(|(c, &v)| *c = f(v))
     };
     let by_group = |codes: &mut [u16], params: &mut [Param], f: fn(&[f32], &mut [u16]) -> Param| {
-        let len = x.len() / params.len();
-        let groups = x.chunks_exact(len).zip(codes.chunks_exact_mut(len));
-        for (param, (x, codes)) in params.iter_mut().zip(groups) {
-            *param = f(x, codes);
+        for (param, dims) in params.iter_mut().zip(groups.ranges()) {
+            *param = f(&x[dims.clone()], &mut codes[dims]);
         }
     };
     match scheme {

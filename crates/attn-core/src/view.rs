@@ -143,7 +143,7 @@ impl<'a> StridedRows<'a> {
         let row = dim * scheme.code_bits() / 8;
         check_reach(what, self.code_strides, row, self.codes.len(), problem)?;
         if scheme.has_row_scales() {
-            let groups = scheme.groups(dim);
+            let groups = scheme.groups(dim).count();
             let given = self.scales.len();
             check_reach("scales", self.scale_strides, groups, given, problem)?;
         }
@@ -155,7 +155,7 @@ impl<'a> StridedRows<'a> {
     /// The rows must lie inside the slices.
     fn check_values(&self, (scheme, dim): (Scheme, usize), problem: &Problem) -> Result<(), Error> {
         let row = dim * scheme.code_bits() / 8;
-        let groups = scheme.groups(dim);
+        let groups = scheme.groups(dim).count();
         for (b, &len) in problem.kv_lens.iter().enumerate() {
             for head in 0..problem.num_kv_heads {
                 let bad = |what, offset| {

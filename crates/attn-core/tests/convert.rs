@@ -211,7 +211,7 @@ proptest! {
             Scheme::Fp8E4m3 => (0..tokens * HEADS * row).map(|_| next() as u8 & 0xbf).collect(),
             _ => (0..tokens * HEADS * row).map(|_| ((next() % 255) as i64 - 127) as i8 as u8).collect(),
         };
-        let groups = if format.scales_outside() { scheme.groups(dim) } else { 0 };
+        let groups = if format.scales_outside() { scheme.groups(dim).count() } else { 0 };
         let scales = (0..tokens * HEADS * groups).map(|_| (next() % 0x7c00) as u16).collect();
         round_trip(format, dim, tokens, &Exported { codes, scales });
     }

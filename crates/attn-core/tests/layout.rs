@@ -40,7 +40,7 @@ fn sides(layout: &PageLayout) -> [SideParts; 2] {
 /// Groups of a token's row that have parameters.
 fn groups(scheme: Scheme, dim: usize) -> usize {
     if scheme.has_row_scales() {
-        scheme.groups(dim)
+        scheme.groups(dim).count()
     } else {
         0
     }

@@ -26,13 +26,27 @@ fn f16_and_bf16_codes_are_the_nearest_saturated() {
             assert_eq!(to_f16(plus_zero).to_bits(), 0, "{x:e}");
         }
         let mut code = [0u16];
-        quant::encode(Scheme::F16, 1.0, &[x], &mut code, &mut []);
+        quant::encode(
+            Scheme::F16,
+            1.0,
+            &[x],
+            Scheme::F16.groups(1),
+            &mut code,
+            &mut [],
+        );
         assert_eq!(code[0], expected.to_bits(), "{x:e}");
         assert_eq!(
             quant::decode(Scheme::F16, code[0], Param::default(), 1.0),
             expected.to_f32()
         );
-        quant::encode(Scheme::Bf16, 1.0, &[x], &mut code, &mut []);
+        quant::encode(
+            Scheme::Bf16,
+            1.0,
+            &[x],
+            Scheme::Bf16.groups(1),
+            &mut code,
+            &mut [],
+        );
         let max = bf16::MAX.to_f32();
         let expected = bf16::from_f32(x.clamp(-max, max));
         assert_eq!(code[0], expected.to_bits(), "{x:e}");
@@ -138,7 +152,7 @@ fn rows_are_cut_into_groups_with_parameters_of_their_own() {
         (Scheme::Int8(Int8Scale::Token), &[2.0]),
     ] {
         let mut params = vec![Param::default(); scales.len()];
-        quant::encode(scheme, 1.0, &x, &mut codes, &mut params);
+        quant::encode(scheme, 1.0, &x, scheme.groups(64), &mut codes, &mut params);
         let found: Vec<f32> = params.iter().map(|p| p.scale.to_f32()).collect();
         assert_eq!(found, scales);
         for (d, x) in x.iter().enumerate() {
@@ -150,7 +164,7 @@ fn rows_are_cut_into_groups_with_parameters_of_their_own() {
     let x: Vec<f32> = (0..64).map(|d| (d / 16 * 100 + d % 16) as f32).collect();
     let mut params = [Param::default(); 4];
     let scheme = Scheme::Int4(4);
-    quant::encode(scheme, 1.0, &x, &mut codes, &mut params);
+    quant::encode(scheme, 1.0, &x, scheme.groups(64), &mut codes, &mut params);
     for (d, x) in x.iter().enumerate() {
         assert_eq!(quant::decode(scheme, codes[d], params[d / 16], 1.0), *x);
     }
@@ -161,7 +175,7 @@ fn one_scale_for_all_saturates_on_both_sides() {
     let scheme = Scheme::Int8(Int8Scale::Tensor);
     let mut codes = [0u16; 6];
     let x = [0.0, 0.25, 0.75, -63.5, 64.0, -1e30];
-    quant::encode(scheme, 0.5, &x, &mut codes, &mut []);
+    quant::encode(scheme, 0.5, &x, scheme.groups(6), &mut codes, &mut []);
     assert_eq!(codes.map(|c| c as u8 as i8), [0, 0, 2, -127, 127, -127]);
     let values = codes.map(|c| quant::decode(scheme, c, Param::default(), 0.5));
     assert_eq!(values, [0.0, 0.0, 1.0, -63.5, 63.5, -63.5]);

@@ -183,9 +183,12 @@ fn residual_pages_are_those_of_the_first_and_the_last_home_pages(
             let Some(residual) = homes.iter().position(|i| *i == t / page_size) else {
                 continue;
             };
-            let (mut codes, mut params) = ([0; DIM], vec![Default::default(); scheme.groups(DIM)]);
+            let (mut codes, mut params) = (
+                [0; DIM],
+                vec![Default::default(); scheme.groups(DIM).count()],
+            );
             let x = values(seed, t, t + 1);
-            attn_core::quant::encode(scheme, 1.0, &x, &mut codes, &mut params);
+            attn_core::quant::encode(scheme, 1.0, &x, scheme.groups(DIM), &mut codes, &mut params);
             let i = t / page_size;
             for (d, code) in codes.iter().enumerate() {
                 let residual = &residuals[residual];
@@ -448,7 +451,7 @@ fn values_of_the_first_tile_and_the_last_ones_are_finer_than_others(
         let fine = fine.min(len);
         for t in 0..len {
             // Errors are spread evenly over a step, whose 16th is that of a fine row: their root mean square over 64 dims is near 0.29 of it.
-            let step = coarse_step(&x[t * DIM..][..DIM], schemes[side].groups(DIM));
+            let step = coarse_step(&x[t * DIM..][..DIM], schemes[side].groups(DIM).count());
             let is_fine = tiles[side] > 0 && (t < 64 || t >= fine);
             let step = if is_fine { step / 16.0 } else { step };
             let error = rms(found, &x, t, t + 1) / step;

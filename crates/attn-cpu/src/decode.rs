@@ -366,8 +366,9 @@ fn attend<D: Dot, const INTEGER: bool>(
     load_queries::<_, INTEGER>(s, step, &inputs, &mut scratch.rows);
     let v_unit = float_unit(step.plan().format().v);
     if INTEGER {
-        let groups = step.plan().format().k.groups(scratch.rows.dim.k);
-        query::prepare(d, &mut scratch.rows, groups);
+        let (format, dim) = (step.plan().format(), scratch.rows.dim);
+        let parts = format.query_parts(dim);
+        query::prepare(d, &mut scratch.rows, format.groups(dim)[0], parts);
         query::prepare_bases(&mut scratch.rows, inputs.reader.centres);
     }
     let all = inputs.split.segments.clone();

@@ -144,7 +144,6 @@ pub(crate) unsafe fn scores<D: Dot, const R: usize, const NIBBLES: bool>(
     row: usize,
 ) {
     let (s, dim) = (d.simd(), rows.dim.k);
-    let parts = dim / 16 / tile.k_groups;
     let each = dim / 16 * D::OPERAND;
     let operands = rows.k_operands.as_slice()[row * each..][..R * each].as_ptr();
     let mut out = Scores::<R>::of(d, tile, rows, row);
@@ -157,8 +156,8 @@ pub(crate) unsafe fn scores<D: Dot, const R: usize, const NIBBLES: bool>(
         };
         fetch.step(s);
         let mut a = [s.splat(0.0); R];
-        for g in 0..tile.k_groups {
-            let parts = [g * parts, (g + 1) * parts];
+        for (g, dims) in tile.k_groups.ranges().enumerate() {
+            let parts = [dims.start / 16, dims.end / 16];
             // SAFETY: the tile's K and the rows' operands have dim/16 parts.
             let sums = unsafe {
                 if D::S::LANES == 16 || t % 16 == 0 {
@@ -190,7 +189,7 @@ pub(crate) unsafe fn scores_of_lanes<D: Dot, const R: usize, const NIBBLES: bool
 ) {
     const V: usize = 2;
     let (s, dim) = (d.simd(), rows.dim.k);
-    let (all, parts) = (dim / 16, dim / 16 / tile.k_groups);
+    let all = dim / 16;
     let each = all * D::OPERAND;
     let operands = Operands {
         base: rows.k_operands.as_slice()[row * each..][..R * each].as_ptr(),
@@ -200,8 +199,8 @@ pub(crate) unsafe fn scores_of_lanes<D: Dot, const R: usize, const NIBBLES: bool
     for t in (0..tile.tokens).step_by(V * D::S::LANES) {
         fetch.step(s);
         let mut a = [[s.splat(0.0); R]; V];
-        for g in 0..tile.k_groups {
-            let group = [g * parts, (g + 1) * parts];
+        for (g, dims) in tile.k_groups.ranges().enumerate() {
+            let group = [dims.start / 16, dims.end / 16];
             // SAFETY: all tokens' vectors have `dim/16` parts, and so have the operands.
             let acc = unsafe {
                 let codes = vector::<D, NIBBLES>(&codes.k, t / D::S::LANES, all);
@@ -229,6 +228,8 @@ struct Scores<const R: usize> {
     /// `Q_g`, `[row][MAX_GROUPS]`, and what is added to the sums for each of it.
     q_sums: *const f32,
     bias: f32,
+    /// `ρ`, `[row]`.
+    ratio: *const f32,
     out: *mut f32,
 }
 
@@ -238,6 +239,7 @@ impl<const R: usize> Scores<R> {
         Scores {
             q_sums: rows.q_sums.as_slice()[row * MAX_GROUPS..][..R * MAX_GROUPS].as_ptr(),
             bias: -tile.k_code.bias(D::K_BIAS),
+            ratio: rows.ratio.as_slice()[row..][..R].as_ptr(),
             out: rows.scores.as_mut_slice()[row * TILE..][..R * TILE].as_mut_ptr(),
         }
     }
@@ -267,6 +269,10 @@ impl<const R: usize> Scores<R> {
                 // SAFETY: as for the scale.
                 let shift = unsafe { s.load(tile.k_shift[g].as_ptr().add(t)) };
                 term = s.add(term, s.mul(q_sum, shift));
+            }
+            if tile.k_has_parts && g == 1 {
+                // SAFETY: a number for each of R rows.
+                term = s.mul(term, s.splat(unsafe { *self.ratio.add(r) }));
             }
             a[r] = if g == 0 { term } else { s.add(a[r], term) };
         }

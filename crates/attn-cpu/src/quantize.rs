@@ -9,7 +9,7 @@
 //! Half steps are rounded down, so there whole numbers take the place of ties.
 
 use attn_core::{
-    HeadDim, Int8Scale, MAX_HEAD_DIM, Scheme, TokenWrite, WideRows,
+    Groups, HeadDim, Int8Scale, MAX_HEAD_DIM, Scheme, TokenWrite, WideRows,
     arithmetic::ROUND,
     centres::{CENTRES, centre_of},
     format::MAX_GROUPS,
@@ -138,7 +138,7 @@ fn write_run(writer: &RowWriter, tokens: Tokens<'_>, head: usize, mut runs: Runs
         let (side, part) = (side as usize, &writer.parts[side as usize]);
         let dim = part.dim();
         let scale = writer.tensor_scales[side].get(head).copied();
-        let groups = part.num_params();
+        let groups = part.groups();
         for write in tokens.writes {
             let x = tokens.kv[side].row(write.source, head);
             let centre = match side {
@@ -154,7 +154,7 @@ fn write_run(writer: &RowWriter, tokens: Tokens<'_>, head: usize, mut runs: Runs
                 (8, _) => place_v(&row.bytes[..dim], t, codes),
                 (_, side) => place_nibbles(side, &row.bytes[..dim], page_size, t, codes),
             }
-            part.store_params(runs.home, t, &row.params[..groups]);
+            part.store_params(runs.home, t, &row.params[..groups.count()]);
             if let (Some(run), Some(part)) = (&mut runs.residual, &writer.residuals[side]) {
                 let codes = &mut run[part.codes.clone()];
                 place_nibbles(side, &row.residuals[..dim], page_size, t, codes);
@@ -171,7 +171,7 @@ struct Stored<'a> {
 
 /// Quantizes a token of one KV head; see [`quant::encode`].
 #[inline(always)]
-fn encode(scheme: Scheme, tensor_scale: f32, of: Stored<'_>, groups: usize, row: &mut Row) {
+fn encode(scheme: Scheme, tensor_scale: f32, of: Stored<'_>, groups: Groups, row: &mut Row) {
     let Stored { x, centre } = of;
     let x = if scheme.is_rotated() {
         let rotated = &mut row.rotated[..x.len()];
@@ -184,7 +184,7 @@ fn encode(scheme: Scheme, tensor_scale: f32, of: Stored<'_>, groups: usize, row:
     } else {
         x
     };
-    let group = x.len() / groups;
+    let of_groups = groups.ranges().zip(&mut row.params);
     match scheme {
         Scheme::F16 => f16_codes(x, &mut row.words),
         Scheme::Bf16 => bf16_codes(x, &mut row.words),
@@ -193,23 +193,23 @@ fn encode(scheme: Scheme, tensor_scale: f32, of: Stored<'_>, groups: usize, row:
             codes::<-127, 127>(x, 0.0, tensor_scale, &mut row.bytes);
         }
         Scheme::Int8(_) | Scheme::RotatedInt8 => {
-            for (i, param) in row.params[..groups].iter_mut().enumerate() {
-                let (x, bytes) = (&x[i * group..][..group], &mut row.bytes[i * group..]);
+            for (dims, param) in of_groups {
+                let (x, bytes) = (&x[dims.clone()], &mut row.bytes[dims]);
                 *param = quant::int8_param(magnitude(x));
                 codes::<-127, 127>(x, 0.0, param.scale.to_f32(), bytes);
             }
         }
         Scheme::Int4(_) => {
-            for (i, param) in row.params[..groups].iter_mut().enumerate() {
-                let (x, bytes) = (&x[i * group..][..group], &mut row.bytes[i * group..]);
+            for (dims, param) in of_groups {
+                let (x, bytes) = (&x[dims.clone()], &mut row.bytes[dims]);
                 let [lo, hi] = extremes(x);
                 *param = quant::int4_param(lo, hi);
                 codes::<0, 15>(x, param.shift.to_f32(), param.scale.to_f32(), bytes);
             }
         }
         Scheme::RotatedInt4 { .. } => {
-            for (i, param) in row.params[..groups].iter_mut().enumerate() {
-                let (x, bytes) = (&x[i * group..][..group], &mut row.bytes[i * group..]);
+            for (dims, param) in of_groups {
+                let (x, bytes) = (&x[dims.clone()], &mut row.bytes[dims]);
                 *param = quant::half_step_param(magnitude(x));
                 half_steps(x, param.scale.to_f32(), bytes);
             }

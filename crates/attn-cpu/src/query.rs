@@ -1,8 +1,8 @@
 //! The query rows of one KV head (`docs/arithmetic.md`, sections 2 and 3): as floats, in 8 bits, and their state.
 
 use attn_core::{
-    HeadDim, Scheme,
-    arithmetic::query_step,
+    Groups, HeadDim, Scheme,
+    arithmetic::{QueryParts, query_parts},
     centres::{CENTRES, score_base},
     format::MAX_GROUPS,
     grid::SCORE_BASE,
@@ -26,6 +26,8 @@ pub(crate) struct QueryRows {
     pub q_sums: Aligned<f32>,
     /// `σ`, `[row]`.
     pub step: Aligned<f32>,
+    /// `ρ` of rows with two parts, `[row]`.
+    pub ratio: Aligned<f32>,
     /// `G` of section 12, `[centre][row]`: what scores are added to on the grid.
     pub bases: Aligned<f32>,
     /// The centre of the current tile's keys.
@@ -62,6 +64,7 @@ impl QueryRows {
             k_operands: Aligned::new(),
             q_sums: Aligned::new(),
             step: Aligned::new(),
+            ratio: Aligned::new(),
             bases: Aligned::new(),
             centre: 0,
             scores: Aligned::new(),
@@ -82,12 +85,13 @@ impl QueryRows {
 
     /// Makes room for `count` rows over heads of `dim`, and V of a scheme.
     pub fn reserve(&mut self, count: usize, dim: HeadDim, v: Scheme) {
-        let v_groups = v.groups(dim.v);
+        let v_groups = v.groups(dim.v).count();
         (self.count, self.dim) = (count, dim);
         self.q.reserve(count * dim.k);
         self.k_operands.reserve(count * dim.k / 16 * MOST_OPERAND);
         self.q_sums.reserve(count * MAX_GROUPS);
         self.step.reserve(count);
+        self.ratio.reserve(count);
         self.bases.reserve(CENTRES * count);
         self.scores.reserve(count * 64);
         // Numbers of rows are read by fours.
@@ -184,31 +188,43 @@ pub(crate) fn prepare_bases(rows: &mut QueryRows, centres: Option<[&[bf16]; CENT
     }
 }
 
-/// Prepares every row's operands for K in `groups` groups (section 3).
+/// Prepares every row's operands for K in `groups`, with a step for each of the `parts` (section 3).
 #[inline(always)]
-pub(crate) fn prepare<D: Dot>(d: D, rows: &mut QueryRows, groups: usize) {
+pub(crate) fn prepare<D: Dot>(d: D, rows: &mut QueryRows, groups: Groups, parts: Groups) {
     const { assert!(D::OPERAND <= MOST_OPERAND) };
     let (s, dim, each) = (d.simd(), rows.dim.k, rows.dim.k / 16 * D::OPERAND);
     for r in 0..rows.count {
         let x = rows.q.as_slice()[r * dim..][..dim].as_ptr();
         let out = rows.k_operands.as_mut_slice()[r * each..][..each].as_mut_ptr();
-        let integers = &mut rows.integers.as_mut_slice()[..dim];
+        let integers = rows.integers.as_mut_slice()[..dim].as_mut_ptr();
         // SAFETY: `dim` elements each, and dim/16 operands; HEAD_DIMS are multiples of 16.
         unsafe {
-            let [step, inverse] = query_step(largest_abs(s, x, dim));
-            rows.step.as_mut_slice()[r] = step;
-            let inverse = s.splat(inverse);
-            for i in (0..dim).step_by(D::S::LANES) {
-                // No product exceeds 127 by half: nothing is left to clamp.
-                let y = s.mul(s.load(x.add(i)), inverse);
-                s.i_store(integers.as_mut_ptr().add(i).cast(), s.round(y));
+            let [first, second] = [parts.range(0), parts.dims()..dim];
+            let largest = [
+                largest_abs(s, x, first.len()),
+                largest_abs(s, x.add(second.start), second.len()),
+            ];
+            let steps = match parts.count() {
+                2 => query_parts(largest),
+                _ => QueryParts::whole(largest[0]),
+            };
+            rows.step.as_mut_slice()[r] = steps.step;
+            rows.ratio.as_mut_slice()[r] = steps.ratio;
+            for (dims, inverse) in [first, second].into_iter().zip(steps.inverse) {
+                let inverse = s.splat(inverse);
+                for i in dims.step_by(D::S::LANES) {
+                    // No product exceeds 127 by half: nothing is left to clamp.
+                    let y = s.mul(s.load(x.add(i)), inverse);
+                    s.i_store(integers.add(i).cast(), s.round(y));
+                }
             }
             for i in 0..dim / 16 {
-                d.k_operand(integers.as_ptr().add(16 * i), out.add(D::OPERAND * i));
+                d.k_operand(integers.add(16 * i).cast_const(), out.add(D::OPERAND * i));
             }
         }
-        for (g, q) in integers.chunks_exact(dim / groups).enumerate() {
-            rows.q_sums.as_mut_slice()[r * MAX_GROUPS + g] = q.iter().sum::<i32>() as f32;
+        for (g, dims) in groups.ranges().enumerate() {
+            let sum = rows.integers.as_slice()[dims].iter().sum::<i32>();
+            rows.q_sums.as_mut_slice()[r * MAX_GROUPS + g] = sum as f32;
         }
     }
 }

@@ -7,7 +7,7 @@ use std::ops::Range;
 use attn_core::{
     Int8Scale, Problem, Scheme,
     arithmetic::{
-        EXP2_MIN, LOG2_E, SEGMENT, TILE, exp2_float, exp2i, query_code, query_step, shift_sum,
+        EXP2_MIN, LOG2_E, QueryParts, SEGMENT, TILE, exp2_float, exp2i, query_code, shift_sum,
         softcap, weight_units,
     },
     centres::{CENTRES, centre_of, score_base},
@@ -35,6 +35,8 @@ pub(crate) struct QueryRow<'a> {
     codes: Vec<i32>,
     /// `σ`.
     step: f32,
+    /// `ρ`; 1 where rows have no parts.
+    ratio: f32,
     /// What scores are added to on the grid, in the first tile and in all later ones (section 12).
     bases: [f32; CENTRES],
 }
@@ -52,15 +54,17 @@ impl<'a> QueryRow<'a> {
         if let [Some(block), _] = reader.format().rotated_blocks(problem.head_dim) {
             rotate_back(&mut q, block);
         }
-        let largest = q.iter().fold(0.0f32, |a, x| a.max(x.abs()));
-        let [step, inverse] = query_step(largest);
+        let parts = reader.format().query_parts(problem.head_dim);
+        let steps = QueryParts::of(&q, parts);
+        let code = |(d, x): (usize, &f32)| query_code(*x, steps.inverse[parts.of_dim(d)]);
         QueryRow {
             problem,
             sequence,
             i,
             q_head,
-            codes: q.iter().map(|x| query_code(*x, inverse)).collect(),
-            step,
+            codes: q.iter().enumerate().map(code).collect(),
+            step: steps.step,
+            ratio: steps.ratio,
             bases: match reader.centres {
                 Some(centres) => centres.map(|centre| score_base(&q, centre)),
                 None => [grid::SCORE_BASE; CENTRES],
@@ -246,11 +250,10 @@ fn middle(fine: bool) -> i32 {
 fn integer_score(row: &QueryRow<'_>, stored: &Stored<'_>, t: usize) -> f32 {
     let scheme = stored.reader.scheme(Side::K);
     let fine = row.is_fine(scheme, t);
-    let len = row.q.len() / scheme.groups(row.q.len());
     let codes = stored.signed(Side::K, t, fine);
     let mut a = 0.0;
-    for (g, param) in stored.params(Side::K, t).iter().enumerate() {
-        let dims = g * len..(g + 1) * len;
+    let params = stored.params(Side::K, t).iter();
+    for (g, (param, dims)) in params.zip(stored.groups(Side::K).ranges()).enumerate() {
         let scale = param.scale.to_f32();
         let (q, codes) = (&row.codes[dims.clone()], &codes[dims]);
         let query: i32 = q.iter().sum();
@@ -261,7 +264,7 @@ fn integer_score(row: &QueryRow<'_>, stored: &Stored<'_>, t: usize) -> f32 {
             Scheme::RotatedInt4 { .. } => (2 * s - middle(fine) * query) as f32 * (scale / 16.0),
             _ => s as f32 * scale,
         };
-        a = if g == 0 { term } else { a + term };
+        a = if g == 0 { term } else { a + term * row.ratio };
     }
     a
 }
@@ -277,7 +280,7 @@ fn integer_values(
     let fine = row.is_fine(scheme, tile.start);
     let half_steps = matches!(scheme, Scheme::RotatedInt4 { .. });
     let bits = if half_steps && fine { 2 } else { 3 };
-    let len = dim / scheme.groups(dim);
+    let len = stored.groups(Side::V).dims();
     let mut value = vec![0.0; dim];
     for (g, value) in value.chunks_exact_mut(len).enumerate() {
         let param = |t| stored.params(Side::V, t)[g];

@@ -4,7 +4,7 @@
 use std::cell::OnceCell;
 
 use attn_core::{
-    HeadDim, Scheme,
+    Groups, HeadDim, Scheme,
     quant::{self, Param},
 };
 
@@ -38,11 +38,17 @@ impl<'a> Stored<'a> {
         }
     }
 
+    /// The quantization groups of a side.
+    pub fn groups(&self, side: Side) -> Groups {
+        self.reader.format().groups(self.head_dim)[side as usize]
+    }
+
     /// A token's parameters, one for each group.
     pub fn params(&self, side: Side, t: usize) -> &[Param] {
         self.tokens[side as usize][t].params.get_or_init(|| {
-            let groups = self.reader.scheme(side).groups(self.head_dim.of(side));
-            (0..groups).map(|g| self.reader.param(side, t, g)).collect()
+            (0..self.groups(side).count())
+                .map(|g| self.reader.param(side, t, g))
+                .collect()
         })
     }
 
@@ -66,11 +72,11 @@ impl<'a> Stored<'a> {
     /// A token's dequantized elements without their per-tensor scale; rotated where the scheme is.
     pub fn dequantized(&self, side: Side, t: usize, fine: bool) -> &[f32] {
         let (scheme, dim) = (self.reader.scheme(side), self.head_dim.of(side));
-        let group = dim / scheme.groups(dim);
+        let groups = self.groups(side);
         let value = |d| {
             let (code, param) = (
                 self.reader.code(side, t, d),
-                self.params(side, t)[d / group],
+                self.params(side, t)[groups.of_dim(d)],
             );
             match scheme {
                 Scheme::RotatedInt4 { .. } if fine => {

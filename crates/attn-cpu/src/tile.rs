@@ -4,7 +4,7 @@
 
 mod params;
 
-use attn_core::{HeadDim, Int8Scale, Scheme, arithmetic::TILE, format::MAX_GROUPS};
+use attn_core::{Groups, HeadDim, Int8Scale, Scheme, arithmetic::TILE, format::MAX_GROUPS};
 
 use crate::{
     reader::{PagePart, Reader, Side},
@@ -98,7 +98,9 @@ pub(crate) struct Tile {
     pub k_nibbles: bool,
     pub k_code: Code,
     pub k_float: Float,
-    pub k_groups: usize,
+    pub k_groups: Groups,
+    /// Whether queries have a step for each of K's groups.
+    pub k_has_parts: bool,
     pub k_has_shift: bool,
     /// k_scale, in which the unit of [`Code::unit`] is included.
     pub k_scale: [[f32; TILE]; MAX_GROUPS],
@@ -131,7 +133,8 @@ impl Tile {
             k_nibbles: false,
             k_code: Code::Int8,
             k_float: Float::F32,
-            k_groups: 1,
+            k_groups: Groups::NONE,
+            k_has_parts: false,
             k_has_shift: false,
             k_scale: [[0.0; TILE]; MAX_GROUPS],
             k_shift: [[0.0; TILE]; MAX_GROUPS],
@@ -163,7 +166,9 @@ impl Tile {
     ) {
         self.tokens = tokens;
         let (scheme, dim) = (reader.scheme(Side::K), dims.k);
-        self.k_groups = scheme.groups(dim);
+        let [k_groups, v_groups] = reader.format().groups(dims);
+        self.k_groups = k_groups;
+        self.k_has_parts = reader.format().query_parts(dims).count() > 1;
         self.k_has_shift = scheme.has_shifts();
         self.k_nibbles = scheme.code_bits() == 4 && !fine[0];
         self.k_code = Code::of(scheme, fine[0]);
@@ -178,13 +183,21 @@ impl Tile {
             self.k_scale[0] = [1.0; TILE];
         } else {
             let into = [&mut self.k_scale, &mut self.k_shift];
-            params(s, reader, Side::K, [t0, tokens], self.k_groups, 8.0, into);
+            params(
+                s,
+                reader,
+                Side::K,
+                [t0, tokens],
+                k_groups.count(),
+                8.0,
+                into,
+            );
         }
         let unit = self.k_code.unit() / 16.0;
-        half_step_scales(s, scheme, unit, &mut self.k_scale[..self.k_groups]);
+        half_step_scales(s, scheme, unit, &mut self.k_scale[..k_groups.count()]);
 
         let (scheme, dim) = (reader.scheme(Side::V), dims.v);
-        self.v_groups = scheme.groups(dim);
+        self.v_groups = v_groups.count();
         self.v_has_shift = scheme.has_shifts();
         self.v_nibbles = scheme.code_bits() == 4 && !fine[1];
         self.v_code = Code::of(scheme, fine[1]);
@@ -338,7 +351,8 @@ impl Tile {
         fine: bool,
     ) {
         let scheme = reader.scheme(side);
-        let (tokens, groups, row) = (self.tokens, scheme.groups(dim), Float::of(scheme).row());
+        let groups = scheme.groups(dim).count();
+        let (tokens, row) = (self.tokens, Float::of(scheme).row());
         if scheme == Scheme::Int8(Int8Scale::Tensor) {
             self.k_scale[0] = [1.0; TILE];
         } else if scheme.is_integer() {
@@ -389,10 +403,10 @@ unsafe fn half_steps(
     fine: bool,
     out: *mut u8,
 ) {
-    let group = dim / reader.scheme(side).groups(dim);
+    let groups = reader.scheme(side).groups(dim);
     for t in 0..tokens {
         for d in 0..dim {
-            let (u, scale) = (reader.code(side, t0 + t, d), scales[d / group][t]);
+            let (u, scale) = (reader.code(side, t0 + t, d), scales[groups.of_dim(d)][t]);
             let value = if fine {
                 let c = 16 * u + reader.residual(side, t0 + t, d);
                 (2.0 * f32::from(c) - 255.0) * (scale / 16.0)

@@ -189,7 +189,7 @@ fn rows(scheme: Scheme, seed: usize, problem: &Problem, capacity: usize) -> (Vec
     };
     let scale = |i: usize| half::f16::from_f32(0.01 + (i % 13) as f32 * 0.003).to_bits();
     let groups = if scheme.has_row_scales() {
-        rows * scheme.groups(problem.head_dim.k)
+        rows * scheme.groups(problem.head_dim.k).count()
     } else {
         0
     };
@@ -215,7 +215,7 @@ fn views_of_two_schemes_have_the_references_bits() {
             .map(|(scheme, seed)| rows(scheme, seed, &problem, capacity));
         fn side<'a>(scheme: Scheme, (codes, scales): &'a (Vec<u8>, Vec<u16>)) -> StridedRows<'a> {
             let bytes = 64 * scheme.code_bits() / 8;
-            StridedRows::bsnh(codes, scales, 2, 90, bytes, scheme.groups(64))
+            StridedRows::bsnh(codes, scales, 2, 90, bytes, scheme.groups(64).count())
         }
         let tensor = [format.k, format.v].map(|scheme| match scheme.has_tensor_scale() {
             true => vec![0.5; heads],

@@ -172,7 +172,7 @@ impl Attended<'_> {
     ///
     /// Steps of many tokens add like noise, of which this is eight standard deviations: a step is as often too much as too little.
     fn weight_steps(&self, v: &Side, weights: &[(usize, f64)]) -> f64 {
-        let groups = v.scheme.groups(v.dim);
+        let groups = v.scheme.groups(v.dim).count();
         let len = v.dim / groups;
         let mut squares = 0.0;
         for g in 0..groups {

@@ -30,7 +30,7 @@ def test_k_alone_is_appended(dtype):
     assert out.shape == (1, 16, V_DIM) and numpy.abs(out - exact(q, k)).max() < 0.03
     stored, values = cache.export(0)
     assert (stored[..., :V_DIM] == values).all()
-    assert cache.stats().page_bytes == 64 * (DIM + 2)
+    assert cache.stats().page_bytes == 64 * (DIM + 4)
 
 
 def test_layers_are_written_without_values():
@@ -68,7 +68,7 @@ def test_dims_that_are_no_part_of_a_key_are_refused(options):
 def test_pages_of_the_callers_own_take_k_alone():
     pages = attn.HostPages("int8-latents", kv_heads=1, dim=DIM, v_dim=V_DIM)
     pool, k, q = numpy.zeros(3 * pages.page_stride, "u1"), rows(8, 100, 1, DIM), rows(9, 1, 16, DIM)
-    assert pages.page_bytes == 64 * (DIM + 2)
+    assert pages.page_bytes == 64 * (DIM + 4)
     slots = numpy.concatenate([numpy.arange(128, 192), numpy.arange(36)])
     pages.append_slots(k, None, pool, slots)
     cache = cache_of()

@@ -23,7 +23,7 @@ fn copy_token(part: &Part, rows: &StridedRows<'_>, at: [usize; 3], t: usize, run
     let codes: Vec<u16> = (0..part.dim()).map(|d| rows.code(bits, at, d)).collect();
     part.store_codes(run, t, &codes);
     if part.scheme.has_row_scales() {
-        let params = (0..part.num_params()).map(|g| rows.param(at, g));
+        let params = (0..part.groups().count()).map(|g| rows.param(at, g));
         part.store_params(run, t, &params.collect::<Vec<_>>());
     }
 }

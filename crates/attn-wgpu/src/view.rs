@@ -136,7 +136,7 @@ impl SideRows<'_> {
         let Some(scales) = self.scales else {
             return refuse(what, "has no scales".into(), "f16 scales".into());
         };
-        let groups = scheme.groups(dim);
+        let groups = scheme.groups(dim).count();
         let end = reach(problem, self.scales_at, self.scale_strides, groups);
         // The kernels read whole words.
         let end = end.and_then(|n| n.checked_next_multiple_of(2));
@@ -225,7 +225,7 @@ pub(crate) fn upload(
         let row = dim * scheme.code_bits() / 8;
         let used = reach(problem, 0, rows.code_strides, row).unwrap_or(0);
         let scales = if scheme.has_row_scales() {
-            let groups = scheme.groups(dim);
+            let groups = scheme.groups(dim).count();
             let used = reach(problem, 0, rows.scale_strides, groups).unwrap_or(0);
             let bytes = bytemuck::cast_slice(&rows.scales[..used.min(rows.scales.len())]);
             Some(write(gpu, bytes)?)

@@ -166,25 +166,53 @@ template <int N> DEVICE void load_elements(const QueryRow (&rows)[N], int lane, 
     if (rows[0].dtype == Dtype::F32) load(Is<false>());
     else load(Is<true>());
 }
-// Rotates a row where K is; returns its largest magnitude.
-DEVICE float rotate_row(float (&x)[Keys::PANELS][4], int lane) {
+// Panels of 16 dims of a quantization group of K, and where those of a group begin; the last group has what is left.
+constexpr int GROUP_PANELS = Keys::GROUP_DIMS / 16;
+constexpr int first_panel(int group) { return smaller(group * GROUP_PANELS, Keys::PANELS); }
+// The part of a query whose step its elements in a panel have.
+constexpr int part_of(int panel) { return QUERY_PARTS == 1 ? 0 : panel / GROUP_PANELS; }
+
+// The largest magnitudes of a row's parts.
+struct Largest {
+    float of_part[QUERY_PARTS];
+};
+// Rotates a row where K is; returns its largest magnitudes.
+DEVICE Largest rotate_row(float (&x)[Keys::PANELS][4], int lane) {
     if constexpr (Keys::IS_ROTATED) rotate_back<Keys, 4>(x, lane % 4);
-    float largest[4] = {};
+    float largest[QUERY_PARTS][4] = {};
 #pragma unroll
     for (int panel = 0; panel < Keys::PANELS; panel++)
 #pragma unroll
-        for (int i = 0; i < 4; i++) largest[i] = fmaxf(largest[i], fabsf(x[panel][i]));
-    return quad_max(fmaxf(fmaxf(largest[0], largest[1]), fmaxf(largest[2], largest[3])));
+        for (int i = 0; i < 4; i++) largest[part_of(panel)][i] = fmaxf(largest[part_of(panel)][i], fabsf(x[panel][i]));
+    Largest found;
+#pragma unroll
+    for (int part = 0; part < QUERY_PARTS; part++) {
+        const float (&x)[4] = largest[part];
+        found.of_part[part] = quad_max(fmaxf(fmaxf(x[0], x[1]), fmaxf(x[2], x[3])));
+    }
+    return found;
 }
 
-// Section 3: the step of a row in 8 bits and its reciprocal, from its largest magnitude. If that is too small to count, all codes are zeros, whose step is any
-// number but zero, by which -inf of a hidden token stays what it is.
+// Section 3: the step of a row in 8 bits, and the reciprocals of its parts' steps, from its largest magnitudes. If those are too small to count, all codes are zeros,
+// whose step is any number but zero, by which -inf of a hidden token stays what it is.
 struct QueryStep {
-    float step, inverse;
+    float step, inverse[QUERY_PARTS];
+    float ratio;  // of two parts: the second step in the first one's
 };
-DEVICE QueryStep query_step(float largest) {
-    bool counts = largest >= 0x1p-60f;
-    return {counts ? largest * bits_float(0x3C010204) : 1.0f, counts ? 127.0f * rcp(largest) : 0.0f};
+DEVICE QueryStep query_step(Largest largest) {
+    float (&a)[QUERY_PARTS] = largest.of_part;
+    if constexpr (QUERY_PARTS == 2) {
+        const float first = a[0];
+        a[0] = fmaxf(first, a[1] * 0x1p-24f);
+        a[1] = fmaxf(a[1], first * 0x1p-24f);
+    }
+    const bool counts = a[0] >= 0x1p-60f;
+    QueryStep found;
+    found.step = counts ? a[0] * bits_float(0x3C010204) : 1.0f;
+#pragma unroll
+    for (int part = 0; part < QUERY_PARTS; part++) found.inverse[part] = a[part] >= 0x1p-60f ? 127.0f * rcp(a[part]) : 0.0f;
+    found.ratio = QUERY_PARTS == 2 && counts ? a[QUERY_PARTS - 1] * rcp(a[0]) : 0.0f;
+    return found;
 }
 // Four elements in 8 bits.
 DEVICE u32 query_codes(const float (&x)[4], float inverse) {

@@ -25,7 +25,7 @@ struct StridedRows {
         return {codes + head * strides[1], scales ? scales + head * scale_strides[1] : nullptr, strides, scale_strides};
     }
     // A panel of 16 dims of a row, as eight pairs of f16.
-    template <int SCHEME, int GROUPS> METHOD void widen(u32 first, int place, int panel, u32 (&pairs)[8]) const {
+    template <int SCHEME, int GROUP_DIMS> METHOD void widen(u32 first, int place, int panel, u32 (&pairs)[8]) const {
         const u8* row = codes + first * strides[0] + place * strides[2];
         if constexpr (SCHEME == F16 || SCHEME == BF16) {
             const uint4 x = ((const uint4*)row)[2 * panel], y = ((const uint4*)row)[2 * panel + 1];
@@ -42,7 +42,7 @@ struct StridedRows {
                     e4m3_pairs(words[i], pairs[2 * i], pairs[2 * i + 1]);
                 } else {
                     // Four dims are of one group.
-                    const float scale = of_row ? half_float(of_row[(16 * panel + 4 * i) * GROUPS / K_DIM]) * (1.0f / unit_of(SCHEME)) : 1.0f;
+                    const float scale = of_row ? half_float(of_row[(16 * panel + 4 * i) / GROUP_DIMS]) * (1.0f / unit_of(SCHEME)) : 1.0f;
                     const auto number = [&](int e) { return (float)(signed char)(words[i] >> 8 * e) * scale; };
                     pairs[2 * i] = f16_pair(number(0), number(1));
                     pairs[2 * i + 1] = f16_pair(number(2), number(3));
@@ -51,7 +51,7 @@ struct StridedRows {
         }
     }
     // The tile's tokens that exist, by panels of eight dims.
-    template <int SCHEME, int GROUPS> METHOD void write(const DequantizeParams& p, int b, int tile, int tokens, u8* side) const {
+    template <int SCHEME, int GROUP_DIMS> METHOD void write(const DequantizeParams& p, int b, int tile, int tokens, u8* side) const {
         const int lane = threadIdx.x % 32;
 #pragma unroll
         for (int i = 0; i < TILE; i += 8 * WARPS) {
@@ -62,7 +62,7 @@ struct StridedRows {
 #pragma unroll
             for (int panel = lane % 4; panel < Keys::PANELS; panel += 4) {
                 u32 pairs[8];
-                widen<SCHEME, GROUPS>(first, place, panel, pairs);
+                widen<SCHEME, GROUP_DIMS>(first, place, panel, pairs);
 #pragma unroll
                 for (int half = 0; half < 2; half++)
                     *(uint4*)(side + ((2 * panel + half) * TILE + t) * 16) = {pairs[4 * half], pairs[4 * half + 1], pairs[4 * half + 2], pairs[4 * half + 3]};
@@ -78,8 +78,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) attn_dequantize_rows(co
     if (tokens <= 0) return;
     const u32 to = write_entry(p);
     u8* const side = p.pages + ((u64)to * heads + head) * (K_BYTES + V_BYTES);
-    StridedRows::of_head(p.step.k, p.step.k_scales, p.step.k_strides, p.step.k_scale_strides, head).write<Keys::SCHEME, Keys::GROUPS>(p, b, tile, tokens, side);
-    StridedRows::of_head(p.step.v, p.step.v_scales, p.step.v_strides, p.step.v_scale_strides, head).write<Values::SCHEME, Values::GROUPS>(p, b, tile, tokens, side + K_BYTES);
+    StridedRows::of_head(p.step.k, p.step.k_scales, p.step.k_strides, p.step.k_scale_strides, head).write<Keys::SCHEME, Keys::GROUP_DIMS>(p, b, tile, tokens, side);
+    StridedRows::of_head(p.step.v, p.step.v_scales, p.step.v_strides, p.step.v_scale_strides, head).write<Values::SCHEME, Values::GROUP_DIMS>(p, b, tile, tokens, side + K_BYTES);
 }
 
 }  // namespace attn

@@ -15,14 +15,15 @@ constexpr int param_bytes(int scheme) { return scheme == INT4 ? 4 : is_integer(s
 constexpr int log2_of(int x) { return x < 2 ? 0 : 1 + log2_of(x / 2); }
 
 // K or V of one KV head, in rows of DIM elements, which are rotated by the blocks of rows of ROTATED_AS.
-template <int SCHEME_, int GROUPS_, int WINDOW_, int DIM_, int ROTATED_AS = DIM_> struct SideOf {
+template <int SCHEME_, int GROUP_DIMS_, int WINDOW_, int DIM_, int ROTATED_AS = DIM_> struct SideOf {
     static constexpr int DIM = DIM_;
     static constexpr int PANELS = DIM / 16;             // of 16 dims
     static constexpr int ROTATED_BLOCK = ROTATED_AS & -ROTATED_AS;  // dims that a rotation mixes: the largest power of two that divides a row
     // A rotated row is multiplied by a power of two: by 2^-STORED_HALVINGS where it is stored, by 2^-BACK_HALVINGS where it is turned back.
     static constexpr int STORED_HALVINGS = log2_of(ROTATED_BLOCK) / 2, BACK_HALVINGS = (log2_of(ROTATED_BLOCK) + 1) / 2;
     static constexpr int SCHEME = SCHEME_;
-    static constexpr int GROUPS = GROUPS_;  // quantization groups of a token; 1 where the scheme has none
+    static constexpr int GROUP_DIMS = GROUP_DIMS_;  // of a quantization group; the last has what is left
+    static constexpr int GROUPS = (DIM + GROUP_DIMS - 1) / GROUP_DIMS;  // 1 where the scheme has none
     static constexpr int WINDOW = WINDOW_;  // tiles that a row reads with residuals; 0: none
     static constexpr int BITS = code_bits(SCHEME);
     static constexpr bool IS_INTEGER = is_integer(SCHEME);

@@ -10,16 +10,17 @@ constexpr int K_DIM = ATTN_K_DIM, V_DIM = ATTN_V_DIM;  // elements of a key and 
 constexpr int PAGE = ATTN_PAGE;              // tokens of a page; 0: strided rows
 constexpr int ROW_PAGE = ATTN_ROW_PAGE;      // tokens of a page of strided rows; 0: rows of whole sequences
 
-using Keys = SideOf<ATTN_K, ATTN_K_GROUPS, ATTN_K_WINDOW, K_DIM>;
-using Values = SideOf<ATTN_V, ATTN_V_GROUPS, ATTN_V_WINDOW, V_DIM, ATTN_LATENTS ? K_DIM : V_DIM>;
+using Keys = SideOf<ATTN_K, ATTN_K_GROUP_DIMS, ATTN_K_WINDOW, K_DIM>;
+using Values = SideOf<ATTN_V, ATTN_V_GROUP_DIMS, ATTN_V_WINDOW, V_DIM, ATTN_LATENTS ? K_DIM : V_DIM>;
 constexpr bool LATENTS = ATTN_LATENTS;  // V is the first elements of K, as these are stored: it has no bytes of its own
 constexpr bool V_LIES_ALONG_TOKENS = Values::BITS < 16 && !LATENTS;  // in pages; else it lies as K does
 using Run = RunOf<Keys, Values, PAGE, LATENTS>;
 
-static_assert(!LATENTS || (Keys::BITS == 8 && Keys::SCHEME == Values::SCHEME && Keys::GROUPS == 1 && V_DIM <= K_DIM &&
+static_assert(!LATENTS || (Keys::BITS == 8 && Keys::SCHEME == Values::SCHEME && Keys::GROUP_DIMS == V_DIM && Keys::GROUPS <= 2 && V_DIM <= K_DIM &&
                            V_DIM % (is_rotated(ATTN_K) ? Values::ROTATED_BLOCK : 1) == 0),
               "KvFormat::check");
 
+constexpr int QUERY_PARTS = LATENTS ? Keys::GROUPS : 1;                // of a query, which have a step each: what meets K's groups
 constexpr bool INTEGER = Keys::IS_INTEGER && Values::IS_INTEGER;  // whether all products are of integers
 constexpr int WINDOW = Keys::WINDOW > Values::WINDOW ? Keys::WINDOW : Values::WINDOW;
 

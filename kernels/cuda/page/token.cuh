@@ -147,7 +147,7 @@ DEVICE bool is_high(u32 t) { return t % 16 >= 8; }
 // the one or two dims of a byte. Lanes past the last unit repeat it.
 template <class Side, bool COLUMNS> struct Token {
     static constexpr int SCHEME = Side::SCHEME, GROUPS = Side::GROUPS, BITS = Side::BITS, UNIT = !COLUMNS ? 4 : BITS == 4 ? 2 : 1;
-    static constexpr int UNITS = Side::DIM / UNIT, EACH = (UNITS + 31) / 32, WIDTH = Side::DIM / GROUPS;
+    static constexpr int UNITS = Side::DIM / UNIT, EACH = (UNITS + 31) / 32, WIDTH = Side::GROUP_DIMS;
     static constexpr bool IS_INT4 = SCHEME == INT4, HALF_STEPS = SCHEME == ROTATED_INT4;
     static constexpr bool SHARES_BYTES = !COLUMNS && BITS == 4;  // with the token eight before or behind it
     static constexpr bool HAS_PARAMS = param_bytes(SCHEME) > 0;

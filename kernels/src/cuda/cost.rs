@@ -186,7 +186,10 @@ fn has_window(format: KvFormat) -> bool {
 
 /// Whether a row of K or V has several scales.
 fn has_groups(format: KvFormat, head_dim: HeadDim) -> bool {
-    format.k.groups(head_dim.k) > 1 || format.v.groups(head_dim.v) > 1
+    format
+        .groups(head_dim)
+        .iter()
+        .any(|groups| groups.count() > 1)
 }
 
 /// Groups of eight query rows per KV head.

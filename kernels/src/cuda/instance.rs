@@ -306,11 +306,12 @@ impl Instance {
 
     fn macros(&self) -> Vec<(&'static str, usize)> {
         let of_format = |format: KvFormat, head_dim: HeadDim, page_size, row_page_size| {
+            let [k_groups, v_groups] = format.groups(head_dim);
             vec![
                 ("ATTN_K", scheme_id(format.k)),
                 ("ATTN_V", scheme_id(format.v)),
-                ("ATTN_K_GROUPS", format.k.groups(head_dim.k)),
-                ("ATTN_V_GROUPS", format.v.groups(head_dim.v)),
+                ("ATTN_K_GROUP_DIMS", k_groups.dims()),
+                ("ATTN_V_GROUP_DIMS", v_groups.dims()),
                 ("ATTN_K_WINDOW", format.k.window().tiles()),
                 ("ATTN_V_WINDOW", format.v.window().tiles()),
                 ("ATTN_K_DIM", head_dim.k),

@@ -124,11 +124,12 @@ impl Shape {
         let (rows, format) = (self.rows, self.format);
         let HeadDim { k, v } = self.head_dim;
         let is_int8 = |scheme: Scheme| scheme.is_integer() && scheme.code_bits() == 8;
-        let one_scale = |scheme: Scheme, dim| is_int8(scheme) && scheme.groups(dim) == 1;
-        let have_one_scale = one_scale(format.k, k) && one_scale(format.v, v);
+        let groups = format.groups(self.head_dim);
+        let have_one_scale =
+            is_int8(format.k) && is_int8(format.v) && groups.iter().all(|side| side.count() == 1);
         // A warp has a quarter of the dims, which lie in one of V's groups or are some of them. Registers suffice for two row groups of int8
         // with one scale alone, and for values of 192 and 256 dims, and keys of 256, of int8 alone.
-        let is_covered = matches!(format.v.groups(v), 1 | 2 | 4 | 8)
+        let is_covered = matches!(groups[1].count(), 1 | 2 | 4 | 8)
             && match (k, v) {
                 (..=192, 64 | 128) => rows <= 8 || rows <= 16 && k <= 128 && have_one_scale,
                 (..=256, 64 | 128 | 192 | 256) => {
@@ -162,7 +163,7 @@ impl Shape {
         }
         let KvFormat { k, v, .. } = self.format;
         let HeadDim { k: dim, v: v_dim } = self.head_dim;
-        let has_one_scale = |scheme: Scheme| scheme.groups(dim) == 1;
+        let has_one_scale = |scheme: Scheme| scheme.groups(dim).count() == 1;
         let is_covered = match self.format.is_integer() {
             true => has_one_scale(k) && has_one_scale(v),
             false => k == v,
@@ -218,7 +219,8 @@ impl Shape {
         let [k_parts, _] = wide_parts(self.head_dim);
         let has_dims =
             k_dim.is_multiple_of(32 * k_parts) && matches!(v_dim, 128 | 160 | 192 | 256 | 512);
-        let is_covered = self.are_bytes() && k.groups(k_dim) == 1 && v.groups(v_dim) == 1;
+        let is_covered =
+            self.are_bytes() && k.groups(k_dim).count() == 1 && v.groups(v_dim).count() == 1;
         let few = self.is_few_of_split_kv(shared_limit);
         if few || !has_dims || !is_covered || self.layout.is_rows() || shared_limit < BULK_SHARED {
             return None;

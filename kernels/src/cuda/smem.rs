@@ -2,7 +2,7 @@
 //!
 //! A kernel's image exports its own size, `attn_shared_bytes`, which is what a launch uses; a test compares the two.
 
-use attn_core::{HeadDim, KvFormat, Scheme, arithmetic, layout::params_bytes};
+use attn_core::{Groups, HeadDim, KvFormat, Scheme, arithmetic, layout::params_bytes};
 
 use super::config::{Kernel, KernelConfig, KvLayout, TEAMS, WARPGROUPS};
 
@@ -52,16 +52,17 @@ impl Stage {
             KvLayout::Pages(tokens) => tokens.min(tile),
             KvLayout::Rows | KvLayout::PagedRows(_) => tile,
         };
-        let side = |scheme: Scheme, dim: usize| {
+        let [k_groups, v_groups] = format.groups(head_dim);
+        let side = |scheme: Scheme, groups: Groups| {
             // Scales of strided rows are copied in words of 4 bytes.
             let copies = if layout.is_rows() { 2 } else { 1 };
-            let codes = block * dim * scheme.code_bits() / 8;
-            (codes + copies * params_bytes(scheme, dim, block)) * (tile / block)
+            let codes = block * groups.dim() * scheme.code_bits() / 8;
+            (codes + copies * params_bytes(scheme, groups, block)) * (tile / block)
         };
-        let k = side(format.k, head_dim.k);
+        let k = side(format.k, k_groups);
         let v = match format.latents {
             true => 0,
-            false => side(format.v, head_dim.v),
+            false => side(format.v, v_groups),
         };
         let one_stage = !layout.is_rows() && (format.latents || k + v <= KV_ONE_STAGE);
         let v_behind = if one_stage { v } else { 0 };

@@ -25,8 +25,8 @@ pub struct AppendKey {
 impl AppendKey {
     fn constants(&self) -> Constants {
         let mut constants = layout_constants(self.format, self.head_dim, self.page_size);
-        let HeadDim { k, v } = self.head_dim;
-        let most = self.format.k.groups(k).max(self.format.v.groups(v));
+        let [k, v] = self.format.groups(self.head_dim);
+        let most = k.count().max(v.count());
         let own = [
             ("AG", most),
             ("POOLS", self.pools),

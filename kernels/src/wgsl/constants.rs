@@ -50,6 +50,8 @@ pub(super) fn layout_constants(format: KvFormat, head_dim: HeadDim, page_size: u
     let layout = layout.expect("kernels are chosen for checked layouts");
     let (k, v) = (format.k, format.v);
     let [k_block, v_block] = format.rotated_blocks(head_dim);
+    let [k_groups, v_groups] = format.groups(head_dim);
+    let query_parts = format.query_parts(head_dim).count();
     let v_residuals = layout.residual(Side::V).map_or(0, |part| part.codes.start);
     let mut constants = Constants::new();
     for (number, name) in SCHEMES.iter().enumerate() {
@@ -66,8 +68,11 @@ pub(super) fn layout_constants(format: KvFormat, head_dim: HeadDim, page_size: u
             ("V", scheme_number(v)),
             ("K_BITS", k.code_bits()),
             ("V_BITS", v.code_bits()),
-            ("KG", k.groups(head_dim.k)),
-            ("VG", v.groups(head_dim.v)),
+            ("KG", k_groups.count()),
+            ("VG", v_groups.count()),
+            ("K_GROUP_DIMS", k_groups.dims()),
+            ("V_GROUP_DIMS", v_groups.dims()),
+            ("QUERY_PARTS", query_parts),
             ("K_SCALED", usize::from(k.has_row_scales())),
             ("V_SCALED", usize::from(v.has_row_scales())),
             ("K_STRIDES", strides(k_block)),

@@ -98,7 +98,6 @@ fn decode_constants(key: &DecodeKey) -> Constants {
     let v = key.format.v;
     let mut constants = layout_constants(key.format, key.head_dim, key.page_size);
     let (d, r) = (key.head_dim.v, key.rows);
-    let group_dims = d / v.groups(d);
     // Dims of a lane: of 4-bit V pairs of them, as they share bytes; of bytes along the dims, as views and latents have them, the four of a word. Long rows take turns.
     let v_rows = if v.code_bits() == 4 { d / 2 } else { d };
     let by_words = v.code_bits() == 8 && (key.view || key.format.latents);
@@ -122,7 +121,6 @@ fn decode_constants(key: &DecodeKey) -> Constants {
         ("ALIBI", usize::from(key.alibi)),
         ("PER_SEGMENT", key.split.per_segment()),
         ("MD", key.merge_dims()),
-        ("GD", group_dims),
         ("CH", chunks),
         ("DPL", dims_per_lane),
         ("V_BY_WORDS", usize::from(by_words)),
@@ -137,14 +135,20 @@ fn decode_constants(key: &DecodeKey) -> Constants {
 pub fn workgroup_bytes(key: &DecodeKey) -> usize {
     let KvFormat { k, v, .. } = key.format;
     let (dim, r) = (key.head_dim, key.rows);
-    let (units, k_groups, v_groups) = (dim.k / 16, k.groups(dim.k), v.groups(dim.v));
+    let units = dim.k / 16;
+    let [k_groups, v_groups] = key.format.groups(dim).map(|groups| groups.count());
+    let has_parts = key.format.query_parts(dim).count() > 1;
     let is_centred = k.is_integer() && k.code_bits() == 4;
-    let scored_whole = k == Scheme::Int8(Int8Scale::Group32) || is_centred && k_groups > 1;
+    let scored_whole =
+        k == Scheme::Int8(Int8Scale::Group32) || is_centred && k_groups > 1 || has_parts;
     let halves = k.is_integer() && units % 2 == 0 && !scored_whole;
     let (mut bytes, mut slots) = (16 * r + if key.alibi { 4 * r } else { 0 }, 2 * r);
     if k.is_integer() {
         bytes += 16 * r * units + 4 * r;
         slots += r + if is_centred { r * k_groups } else { 0 };
+        if has_parts {
+            (bytes, slots) = (bytes + 4 * r, slots + r);
+        }
     } else {
         bytes += 64 * r * units;
     }

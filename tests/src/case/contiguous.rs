@@ -18,7 +18,8 @@ impl Case {
                 _ => (self.format.v, &config.v_tensor_scales),
             };
             let dim = p.head_dim.both()[side];
-            let groups = scheme.groups(dim);
+            let of_row = scheme.groups(dim);
+            let groups = of_row.count();
             let row_bytes = dim * scheme.code_bits() / 8;
             let rows = p.batch() * p.num_kv_heads * capacity;
             let mut filled = Rows {
@@ -34,7 +35,7 @@ impl Case {
                 for (i, x) in x.chunks_exact(dim).enumerate() {
                     let (t, head) = (i / p.num_kv_heads, i % p.num_kv_heads);
                     let tensor_scale = scales.get(head).copied().unwrap_or(1.0);
-                    quant::encode(scheme, tensor_scale, x, &mut codes, &mut params);
+                    quant::encode(scheme, tensor_scale, x, of_row, &mut codes, &mut params);
                     let row = match self.build {
                         Build::Bnsh => (b * p.num_kv_heads + head) * capacity + t,
                         _ => (b * capacity + t) * p.num_kv_heads + head,

@@ -47,6 +47,7 @@ pub(super) fn few(table: &mut Table) {
             table.add(case);
         }
     }
+    rotary(table, KvFormat::INT8_LATENTS);
     if let Some(mut case) = of([4, 2], (192, 128), &[0, 1, 70], formats(&["int8-plain"])[0]) {
         case.build = Build::Bsnh;
         table.add(case);
@@ -84,6 +85,9 @@ pub(super) fn all(table: &mut Table) {
             modified(table, dim, format);
         }
         many_heads(table, format);
+    }
+    for format in formats(&["int8-latents", "int8-plain-latents"]) {
+        rotary(table, format);
     }
     for format in formats(&["int8-plain", "int8-g32", "int8-tensor", "bf16", "f16/fp8"]) {
         for build in [Build::Bnsh, Build::Bsnh] {
@@ -136,6 +140,23 @@ fn modified(table: &mut Table, dim: (usize, usize), format: KvFormat) {
         if let Some(mut case) = of(heads, dim, kv_lens, format) {
             case.problem.q_lens = vec![q_len; kv_lens.len()];
             case.build = Build::AtOnce;
+            table.add(case);
+        }
+    }
+}
+
+/// Latents whose rotary keys are far larger than what V has, in decode steps of few and of many rows, in drafts and in a prompt.
+fn rotary(table: &mut Table, format: KvFormat) {
+    for (heads, dim, kv_lens, q_len) in [
+        ([128, 1], (576, 512), &[300, 70][..], 1),
+        ([16, 1], (576, 512), &[1100, 5][..], 1),
+        ([5, 1], (320, 256), &[300, 64][..], 3),
+        ([20, 2], (192, 128), &[200][..], 40),
+    ] {
+        if let Some(mut case) = of(heads, dim, kv_lens, format) {
+            case.problem.q_lens = vec![q_len; kv_lens.len()];
+            case.build = Build::AtOnce;
+            case.inputs = Inputs::Rotary;
             table.add(case);
         }
     }

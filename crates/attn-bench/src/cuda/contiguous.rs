@@ -107,7 +107,7 @@ pub(super) fn fill(
     });
     let scale_parts = sides.map(|(scheme, dim)| {
         let has = scheme.is_integer() && !scheme.has_tensor_scale();
-        let groups = if has { scheme.groups(dim) } else { 0 };
+        let groups = if has { scheme.groups(dim).count() } else { 0 };
         (has.then(|| part(rows * groups * 2)), strides(groups))
     });
     let rotation = timer.rotate(workload, end)?;
@@ -116,7 +116,7 @@ pub(super) fn fill(
         let template = codes(scheme, 4 << 20);
         timer.fill(&template, code_parts[i].0, bytes)?;
         if let Some(at) = scale_parts[i].0 {
-            let bytes = rows * scheme.groups(dim) * 2;
+            let bytes = rows * scheme.groups(dim).count() * 2;
             let template: Vec<u8> = (0..1 << 16).flat_map(|_| SCALE.to_le_bytes()).collect();
             timer.fill(&template, at, bytes)?;
         }

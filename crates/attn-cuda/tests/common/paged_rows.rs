@@ -39,7 +39,7 @@ impl PagedRows {
         let row_bytes = |scheme: Scheme, dim: usize| dim * scheme.code_bits() / 8;
         let groups = |scheme: Scheme, dim: usize, rows: &StridedRows<'_>| match rows.scales {
             [] => 0,
-            _ => scheme.groups(dim),
+            _ => scheme.groups(dim).count(),
         };
         // Each cached row's place in the contiguous cache and in its page.
         let places = || {

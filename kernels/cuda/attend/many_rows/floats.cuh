@@ -42,7 +42,7 @@ struct FloatTiles : Warpgroup {
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             float (&x)[Keys::PANELS][4] = elements[h];
-            float largest = rotate_row(x, lane);
+            float largest = rotate_row(x, lane).of_part[0];
             // By a power of two, to below 2^14, which f16 holds.
             int e = largest == 0.0f ? 0 : min(13 - exponent(largest), 126);
             up[h] = exp2i(e);

@@ -171,8 +171,8 @@ struct IntegerTiles : IntegerRows {
     // Folds a tile into the segment's state. FINE: some row reads it with residuals.
     template <bool FINE> METHOD void tile(int index) {
         Place at = wait_keys_or_values(true, FINE && Keys::WINDOW);
-        int sums[SUMS_OF_TILE];
-        multiply_keys<FINE>(at, index, sums);
+        KeySums sums;
+        multiply_keys<FINE>(at, index, sums[0]);
         KeyParams k;
         read_keys(at.params, k);  // while products run
         if (WAITS_FOR_BOTH) {

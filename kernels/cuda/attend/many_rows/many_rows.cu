@@ -22,7 +22,7 @@
 namespace attn {
 
 static_assert(INTEGER || Keys::SCHEME == Values::SCHEME, "select.rs");
-static_assert((PAGE != 0 || !INTEGER) && Keys::GROUPS == 1 && Values::GROUPS == 1, "select.rs");
+static_assert((PAGE != 0 || !INTEGER) && (LATENTS || Keys::GROUPS == 1) && Values::GROUPS == 1, "select.rs");
 static_assert(Config::IS_WIDE || K_DIM == V_DIM || (Config::PRODUCTS_READ_STAGES && PAGE != 0 && K_DIM > V_DIM), "select.rs: else rows take one for the other");
 static_assert(Config::IS_WIDE || (Config::PRODUCTS_READ_STAGES && !INTEGER ? K_DIM % 16 == 0 && K_DIM <= 256 : K_DIM % 32 == 0 && K_DIM <= 128), "select.rs");
 

@@ -272,7 +272,7 @@ struct PartCopier : TileCopier<RangeSource> {
             copy_part(p, first_tile, Stage::K_PART + (is_last ? Stage::WIDE_PARAMS : 0), false, [&](const u8* from, int n, u32 to) {
                 copy_panels_of_keys(from, part * PART_PANELS, PART_PANELS, n, to);
                 if (!is_last) return;
-                if (EACH != 0) copy_panels<EACH>(to + Stage::K_PART, from + Run::K_PARAMS, 1, n);
+                if (EACH != 0) copy_panels<EACH>(to + Stage::K_PART, from + Run::K_PARAMS, Keys::GROUPS, n);
                 if (EACH_V != 0) copy_panels<EACH_V>(to + Stage::K_PART + PARAMS, from + Run::V_PARAMS, 1, n);
             });
         }

@@ -33,6 +33,7 @@ struct ThreadRows {
     int position[2], tile[2];
     float slope[2];
     float scale[2];  // of scores
+    float ratio[2];  // of queries with two parts: the second part's scale in the first one's
     float base[2][2];  // what scores count from on the grid: of the first tile, and of all later ones
     int sum[2];      // Q, of queries in integers
     int all_start, all_end;  // tokens that all of the warp's rows see; where warps multiply for themselves, registers are few, and lanes vote

@@ -34,17 +34,18 @@ struct IntegerRows : Warpgroup {
 
     // The codes of a row's elements in this lane, `at` bytes into the queries; its step and its bases.
     struct RowParams {
-        float scale, base[2];
+        float scale, ratio, base[2];
         int sum;
     };
     METHOD RowParams store_query(float (&x)[Keys::PANELS][4], const u16* centres, u32 at) const {
         RowParams row;
         QueryStep step = query_step(rotate_row(x, lane));
         row.scale = step.step;
+        row.ratio = step.ratio;
         int sum = 0;
 #pragma unroll
         for (int panel = 0; panel < Keys::PANELS; panel++) {
-            u32 word = query_codes(x[panel], step.inverse);
+            u32 word = query_codes(x[panel], step.inverse[part_of(panel)]);
             if (Keys::HAS_SHIFTS || Keys::HAS_HALF_STEPS) sum = signed_byte_sum(word, sum);
             sts32(queries + panel * 64 * 16 + at, word);
         }
@@ -68,19 +69,24 @@ struct IntegerRows : Warpgroup {
 
     // K's parameters of the thread's tokens.
     struct KeyParams {
-        float scale[TILE / 8][2], shift[TILE / 8][2];
+        float scale[Keys::GROUPS][TILE / 8][2], shift[TILE / 8][2];
     };
     METHOD void read_keys(u32 params, KeyParams& k) const {
-        PairParams<Keys::SCHEME> pairs = {params};
 #pragma unroll
-        for (int j = 0; j < TILE / 8; j++) pairs.read(8 * j + 2 * (lane % 4), k.scale[j], k.shift[j]);
+        for (int group = 0; group < Keys::GROUPS; group++) {
+            PairParams<Keys::SCHEME> pairs = {params + group * TILE * param_bytes(Keys::SCHEME)};
+#pragma unroll
+            for (int j = 0; j < TILE / 8; j++) pairs.read(8 * j + 2 * (lane % 4), k.scale[group][j], k.shift[j]);
+        }
     }
+    // Sums of a tile, by K's groups.
+    using KeySums = int[Keys::GROUPS][SUMS_OF_TILE];
     // Scores from sums of integers; FINE: some row has read K with residuals. Without soft cap and slopes they still are to be multiplied by the row's scale.
-    template <bool FINE = false> METHOD void find_scores(const int (&sums)[SUMS_OF_TILE], int index, const KeyParams& k, float (&s)[SUMS_OF_TILE]) const {
+    template <bool FINE = false> METHOD void find_scores(const KeySums& sums, int index, const KeyParams& k, float (&s)[SUMS_OF_TILE]) const {
         const bool are_whole = changes_scores(p);
 #pragma unroll
         for (int i = 0; i < SUMS_OF_TILE; i++)
-            if (is_of_row(i)) s[i] = (float)(Keys::HAS_SHIFTS ? sums[i] - 8 * rows.sum[i / 2 % 2] : sums[i]);
+            if (is_of_row(i)) s[i] = (float)(Keys::HAS_SHIFTS ? sums[0][i] - 8 * rows.sum[i / 2 % 2] : sums[0][i]);
         if (FINE)
 #pragma unroll
             for (int h = 0; h < THREAD_ROWS; h++) {
@@ -95,7 +101,8 @@ struct IntegerRows : Warpgroup {
             for (int n = 0; n < 2 * THREAD_ROWS; n++) {
                 int h = n / 2, e = n % 2;
                 float& x = s[4 * j + n];
-                if (Keys::SCHEME != INT8_TENSOR) x = x * k.scale[j][e];
+                if (Keys::SCHEME != INT8_TENSOR) x = x * k.scale[0][j][e];
+                if (QUERY_PARTS > 1) x = x + (float)sums[Keys::GROUPS - 1][4 * j + n] * k.scale[Keys::GROUPS - 1][j][e] * rows.ratio[h];
                 if (Keys::HAS_SHIFTS) x = x + (float)rows.sum[h] * k.shift[j][e];
                 if (are_whole) x = x * rows.scale[h];
                 if (HAS_CENTRES && are_whole) x = x + (rows.base_of(h, index) - SCORE_BASE);

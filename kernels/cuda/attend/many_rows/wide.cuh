@@ -8,6 +8,7 @@
 
 namespace attn {
 
+static_assert(!Config::IS_WIDE || GROUP_PANELS % 2 == 0, "a product is of one group");
 static_assert(!Config::IS_WIDE || (Keys::BITS == 8 && Values::BITS == 8 && Keys::PANELS % (2 * Config::K_PARTS) == 0), "select.rs");
 static_assert(!Config::IS_WIDE || Config::MERGE_THREADS == SPAN * 64, "a thread has a segment of a row: find_factors");
 
@@ -36,8 +37,11 @@ struct WideTiles : IntegerRows {
         const u16* centres = find_centres(p, centre_row(p, HAS_CENTRES ? query_block(p, range.b).sequence : 0), range.kv_head);
         if constexpr (HAS_CENTRES) prefetch_centres(centres, lane);
         RowParams mine = store_query(elements[0], centres, row * 16 + 4 * (lane % 4));
-        const u32 params = span_memory(SpanMemory::SEGMENTS);
-        if (lane % 4 == 0) sts128(params + row * 16, {mine.scale, mine.base[0], mine.base[1], bits_float(mine.sum)});
+        const u32 params = span_memory(SpanMemory::SEGMENTS), ratios = params + 64 * 16;
+        if (lane % 4 == 0) {
+            sts128(params + row * 16, {mine.scale, mine.base[0], mine.base[1], bits_float(mine.sum)});
+            if (QUERY_PARTS > 1) sts32(ratios + row * 4, float_bits(mine.ratio));
+        }
         fence_async();
         team_barrier();
 #pragma unroll
@@ -47,13 +51,14 @@ struct WideTiles : IntegerRows {
             rows.base[0][h] = of_row.y;
             rows.base[1][h] = of_row.z;
             rows.sum[h] = float_bits(of_row.w);
+            rows.ratio[h] = QUERY_PARTS > 1 ? bits_float(lds32(ratios + thread_row(h) * 4)) : 0.0f;
         }
     }
 
     // ---- weights ----
 
     // Begins the products of the rows with the tile whose stages come next.
-    METHOD void multiply_keys(int (&sums)[SUMS_OF_TILE]) const {
+    METHOD void multiply_keys(KeySums& sums) const {
         constexpr int STEPS = Keys::PANELS / 2 / Config::K_PARTS;
         u64 q = matrices(queries, 64 * 16);
         Ring next = ring;
@@ -63,14 +68,16 @@ struct WideTiles : IntegerRows {
             next.advance();
             products_begin();
 #pragma unroll
-            for (int i = 0; i < STEPS; i++)
-                Products<true>::multiply_shared(sums, matrices_behind(q, (part * STEPS + i) * 2 * 64 * 16), matrices_behind(k, i * 2 * TILE * 16), part + i > 0);
+            for (int i = 0; i < STEPS; i++) {
+                const int panel = (part * STEPS + i) * 2, group = panel / GROUP_PANELS;
+                Products<true>::multiply_shared(sums[group], matrices_behind(q, panel * 64 * 16), matrices_behind(k, i * 2 * TILE * 16), panel > first_panel(group));
+            }
         }
         products_commit();
     }
     // Leaves the weights of a tile, the tile-th of the span.
     METHOD void weigh(int index, int tile) {
-        int sums[SUMS_OF_TILE];
+        KeySums sums;
         multiply_keys(sums);
         products_wait<0>();
         if (Config::K_PARTS > 1) release_stages(ring, Config::K_PARTS - 1, lane);

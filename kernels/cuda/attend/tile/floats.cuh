@@ -91,7 +91,7 @@ DEVICE void float_scores(const StagedTile& at, const Params& params, const Query
                 for (int h = 0; h < 2; h++) k.scale[h] = k.scale[h] * RESIDUAL_STEP;
 #pragma unroll
             for (int g = 0; g < ROW_GROUPS; g++) {
-                int first = group * LENGTH, last = (group + 1) * LENGTH;
+                int first = first_panel(group), last = first_panel(group + 1);
                 FloatSums c = dot_float_keys(a, q.word[g], first, last), r = {};
                 if (Keys::WINDOW && at.residuals) r = dot_float_keys(residuals, q.word[g], first, last);
 #pragma unroll

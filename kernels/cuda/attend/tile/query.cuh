@@ -13,6 +13,7 @@ struct Query {
     // pairs of dims, then the second part; pairs start at 4·(lane%4) + {0, 2}, or of 16-bit K at 2·(lane%4) + {0, 8}.
     u32 word[ROW_GROUPS][Keys::PANELS][INTEGER ? 1 : 4];
     float scale[ROW_GROUPS][2];  // the step of the lane's columns
+    float ratio[ROW_GROUPS][2];  // of rows of two parts: the second part's step in the first one's
     // What scores count from on the grid: of the lane's columns in the first tile, and in all later ones. Where rows or dims are many, registers are short, and a
     // shuffle for each tile spares some: of row lane/4, in even lanes in the first tile, in odd ones in all later ones.
     static constexpr bool SHARES_BASES = ROW_GROUPS > 1 || K_DIM > 128;
@@ -40,8 +41,6 @@ struct ScoreBases {
     }
 };
 
-constexpr int LENGTH = Keys::PANELS / Keys::GROUPS;  // panels of a quantization group of K
-
 // Brings a number of row lane/4 to the lanes of its columns.
 DEVICE void of_columns(float x, int lane, float (&columns)[2]) {
 #pragma unroll
@@ -49,7 +48,7 @@ DEVICE void of_columns(float x, int lane, float (&columns)[2]) {
 }
 
 // `loading()` is called once the row's loads are under way.
-template <class Loading> DEVICE float load_row(const QueryRow& row, int lane, float (&x)[Keys::PANELS][4], Loading loading) {
+template <class Loading> DEVICE Largest load_row(const QueryRow& row, int lane, float (&x)[Keys::PANELS][4], Loading loading) {
     const QueryRow rows[1] = {row};
     float elements[1][Keys::PANELS][4];
     load_elements(rows, lane, elements);
@@ -62,18 +61,19 @@ template <class Loading> DEVICE float load_row(const QueryRow& row, int lane, fl
 }
 
 // Section 3: a row in 8 bits, its step, and the sums of its groups.
-DEVICE void quantize(Query& q, int g, const float (&x)[Keys::PANELS][4], float largest, int lane) {
+DEVICE void quantize(Query& q, int g, const float (&x)[Keys::PANELS][4], Largest largest, int lane) {
     QueryStep step = query_step(largest);
     of_columns(step.step, lane, q.scale[g]);
+    if constexpr (QUERY_PARTS > 1) of_columns(step.ratio, lane, q.ratio[g]);
 #pragma unroll
-    for (int panel = 0; panel < Keys::PANELS; panel++) q.word[g][panel][0] = query_codes(x[panel], step.inverse);
+    for (int panel = 0; panel < Keys::PANELS; panel++) q.word[g][panel][0] = query_codes(x[panel], step.inverse[part_of(panel)]);
     if constexpr (Keys::HAS_SHIFTS || Keys::HAS_HALF_STEPS) {
         constexpr u32 ONES = 0x01010101u;
 #pragma unroll
         for (int group = 0; group < Keys::GROUPS; group++) {
             Sums c = {};
 #pragma unroll
-            for (int p = group * LENGTH; p < (group + 1) * LENGTH; p++) c = mma_s8_k16(c, ONES, ONES, q.word[g][p][0]);
+            for (int p = first_panel(group); p < first_panel(group + 1); p++) c = mma_s8_k16(c, ONES, ONES, q.word[g][p][0]);
             q.sum[g][group][0] = c.x[0];
             q.sum[g][group][1] = c.x[1];
         }
@@ -110,7 +110,8 @@ DEVICE void find_bases(Query& q, int g, const float (&x)[Keys::PANELS][4], const
 }
 
 // Floats: a row as the sum of two parts of K's own precision (f16 for fp8 and integers). It is scaled to below 2^14 first, which f16 holds.
-DEVICE void quantize_float(Query& q, int g, const float (&x)[Keys::PANELS][4], float largest, int lane) {
+DEVICE void quantize_float(Query& q, int g, const float (&x)[Keys::PANELS][4], Largest of_row, int lane) {
+    const float largest = of_row.of_part[0];
     int e = largest == 0.0f ? 0 : min(max(13 - exponent(largest), -70), 60);
     float up = exp2i(e), sums[Keys::GROUPS] = {};
     of_columns(exp2i(-e), lane, q.scale[g]);
@@ -120,7 +121,7 @@ DEVICE void quantize_float(Query& q, int g, const float (&x)[Keys::PANELS][4], f
         for (int i = 0; i < 2; i++) {
             float a = x[panel][2 * i] * up, b = x[panel][2 * i + 1] * up;
             split_pair<Keys::SCHEME == BF16>(a, b, q.word[g][panel][i], q.word[g][panel][(2 + i) % (INTEGER ? 1 : 4)]);
-            sums[panel / LENGTH] += a + b;
+            sums[panel / GROUP_PANELS] += a + b;
         }
     if constexpr (Keys::HAS_SHIFTS)
 #pragma unroll

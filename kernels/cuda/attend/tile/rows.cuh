@@ -55,7 +55,8 @@ DEVICE void load_query(const DecodeParams& p, const Item& item, int kv_head, int
         Centres centres;
         centres.has_first = has_first;
         auto loading = [&] { centres.load(find_centres(p, row, kv_head), lane); };
-        float x[Keys::PANELS][4], largest = load_row(query_row(p, item, kv_head, warp_row + g * 8 + lane / 4), lane, x, loading);
+        float x[Keys::PANELS][4];
+        const Largest largest = load_row(query_row(p, item, kv_head, warp_row + g * 8 + lane / 4), lane, x, loading);
         if constexpr (INTEGER) quantize(q, g, x, largest, lane);
         else quantize_float(q, g, x, largest, lane);
         if (g == ROW_GROUPS - 1) loaded();

@@ -11,7 +11,7 @@ namespace attn {
 
 // Whether the largest sum of a group stays below 2^22: it then counts on from MAGIC_BITS, and is converted by one subtraction, or by none
 // where it is multiplied by a number that leaves MAGIC exact.
-constexpr int K_LARGEST = K_DIM / Keys::GROUPS * 127 * (Keys::HAS_HALF_STEPS ? 255 : 128);
+constexpr int K_LARGEST = Keys::GROUP_DIMS * 127 * (Keys::HAS_HALF_STEPS ? 255 : 128);
 constexpr bool K_COUNTS_ON = K_LARGEST <= 1 << 22;
 constexpr int K_START = K_COUNTS_ON ? (int)MAGIC_BITS : 0;
 
@@ -87,7 +87,7 @@ template <class Team> DEVICE void key_sums(const StagedTile& at, int t, const Qu
         Sums start = {K_START, K_START, K_START, K_START};
         if (Keys::HAS_SHIFTS) start = {K_START - 8 * sum[0], K_START - 8 * sum[1], K_START - 128 * sum[0], K_START - 128 * sum[1]};
         if (Keys::HAS_HALF_STEPS) start = {0, 0, K_START - 120 * sum[0], K_START - 120 * sum[1]};
-        c = dot_keys<Team::SHARES_TILES>(x, q.word[g], group * LENGTH, (group + 1) * LENGTH, start);
+        c = dot_keys<Team::SHARES_TILES>(x, q.word[g], first_panel(group), first_panel(group + 1), start);
         if (Keys::HAS_HALF_STEPS)
 #pragma unroll
             for (int n = 0; n < 2; n++) c.x[n] = c.x[n] * 2 + (K_START - 15 * sum[n]);
@@ -98,7 +98,7 @@ template <class Team, class Fine> DEVICE void add_key_residuals(const StagedTile
     u32 x[Keys::PANELS][2];
     load_keys4(at.k_residuals, t, team.lane, x);
     sums.each([&](int group, int g, Sums& c) {
-        Sums r = dot_keys<Team::SHARES_TILES>(x, q.word[g], group * LENGTH, (group + 1) * LENGTH, {});
+        Sums r = dot_keys<Team::SHARES_TILES>(x, q.word[g], first_panel(group), first_panel(group + 1), {});
 #pragma unroll
         for (int n = 0; n < 4; n++) c.x[n] = with_residuals(c.x[n], K_START, n >= 2, is_fine(g, n % 2), r.x[n], q.sum[g][group][n % 2]);
     });
@@ -128,6 +128,7 @@ DEVICE void scores(const StagedTile& at, const Params& params, const Query& q, c
 #pragma unroll
                 for (int n = 0; n < 4; n++) {
                     float term = key_term(sums[i].of[group][g].x[n], n / 2, unit[n / 2], (float)q.sum[g][group][n % 2], k);
+                    if (QUERY_PARTS > 1 && group > 0) term = term * q.ratio[g][n % 2];
                     float& to = s[g][4 * i + n];
                     to = group == 0 ? term : to + term;
                 }

@@ -83,7 +83,7 @@ def _over_cache(
         )
         latents = handed.latents
         if latents is not None:
-            query = latents.queries(query, handed.rotary_factor)
+            query = latents.queries(query)
         step = _rows(layer, query, handed.key.shape[2], mask)
         out = (layer.attend_again if shares else layer.attend)(query, handed.key, handed.value, step, options)
         if latents is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
 
 import torch
@@ -44,9 +43,6 @@ class QuantizedCache(TransformersCache):
             numbers.
         centres: as for `attn.Cache`: store keys without what a sequence's have in common; None: for formats that can, but with `"fast"`, which they make exact.
         checkpoints: as for `attn.Cache`: tokens from one length that `crop` can go back to, in formats with a window, to the next; 0 for none.
-        rotary_factors: for `"int8-latents"`, of each layer a power of two: rotary keys are stored multiplied by it, and their queries divided, since a token's codes have one
-            scale, which the larger part would take from the other. None: what makes both alike in the layer's first tokens. A cache whose bits are to be those of another one
-            takes that one's `rotary_factors`.
 
     Raises:
         UnsupportedError for models that it cannot serve; ParameterError.
@@ -64,7 +60,6 @@ class QuantizedCache(TransformersCache):
         v_scales: Scales = None,
         centres: Optional[bool] = None,
         checkpoints: int = 0,
-        rotary_factors: Optional[Sequence[float]] = None,
     ) -> None:
         if is_fast(arithmetic) and centres is None:
             centres = False
@@ -102,7 +97,6 @@ class QuantizedCache(TransformersCache):
                 quantized[index] = QuantizedLayer(format, window=window, **of_layer, **of_all)
         super().__init__(layers=[quantized.get(index, layer) for index, layer in enumerate(layers)])
         self.format = format
-        self._rotary_factors: Dict[int, float] = dict(zip(quantized, _powers_of_two(rotary_factors, len(quantized))))
         self._guard = PassGuard(self.layers, quantized, sharing, decoder)
         use_masks(decoder)
 
@@ -137,25 +131,8 @@ class QuantizedCache(TransformersCache):
             if is_of_latents(self.format):
                 raise UnsupportedError(f"this layer gives its cache K and V of {key_states.shape[-1]} and {value_states.shape[-1]} dims, and no latents; use int8")
             return self._guard.hand(layer_idx, key_states, value_states).rows()
-        factor = self._rotary_factor(layer_idx, key_states, value_states)
-        key = torch.cat([key_states, value_states * factor], -1)
-        return self._guard.hand(layer_idx, key, key_states).latent_rows(key_states, value_states, factor)
-
-    def _rotary_factor(self, layer: int, latents: torch.Tensor, rotary: torch.Tensor) -> float:
-        """What a layer's rotary keys are stored multiplied by."""
-        if not is_of_latents(self.format):
-            return 1.0
-        if layer not in self._rotary_factors:
-            of_latents, of_rotary = (float(x.float().square().mean().sqrt()) for x in (latents, rotary))
-            is_known = all(math.isfinite(x) and x > 0 for x in (of_latents, of_rotary))
-            self._rotary_factors[layer] = 2.0 ** max(-16, min(16, round(math.log2(of_latents / of_rotary)))) if is_known else 1.0
-        return self._rotary_factors[layer]
-
-    @property
-    def rotary_factors(self) -> Optional[List[float]]:
-        """Of each layer of latents that are stored once, what its rotary keys are multiplied by; None before all of them have tokens, and for other formats."""
-        factors = [self._rotary_factors.get(index) for index, layer in enumerate(self.layers) if isinstance(layer, QuantizedLayer)]
-        return None if None in factors else factors
+        key = torch.cat([key_states, value_states], -1)
+        return self._guard.hand(layer_idx, key, key_states).latent_rows(key_states, value_states)
 
     def reset(self) -> None:
         super().reset()
@@ -204,13 +181,6 @@ class QuantizedCache(TransformersCache):
     def __getstate__(self) -> Dict[str, Any]:
         self._guard.settle()
         return self.__dict__
-
-
-def _powers_of_two(factors: Optional[Sequence[float]], layers: int) -> List[float]:
-    found = [] if factors is None else numbers("rotary_factors", factors)
-    if factors is not None and (len(found) != layers or any(x <= 0 or math.frexp(x)[0] != 0.5 for x in found)):
-        raise ParameterError(f"rotary_factors is {factors!r}; allowed: a power of two for each of {layers} layers")
-    return found
 
 
 def _scales_of_layers(layers: int, **given: Scales) -> List[Dict[str, List[float]]]:

@@ -26,8 +26,6 @@ class Handed:
         self.value: Optional[torch.Tensor] = value
         # What the layer's queries and outputs become where latents are stored.
         self.latents: Optional["Latents"] = None
-        # What rotary keys are stored multiplied by, beside latents.
-        self.rotary_factor = 1.0
         self._given: Tuple[Any, Any] = (None, None)
 
     def rows(self) -> Tuple["HandedRows", "HandedRows"]:
@@ -35,9 +33,8 @@ class Handed:
         self._given = HandedRows(self, "K", self.key), HandedRows(self, "V", self.value)
         return self._given
 
-    def latent_rows(self, latents: torch.Tensor, rotary: torch.Tensor, rotary_factor: float) -> Tuple["HandedRows", "HandedRows"]:
+    def latent_rows(self, latents: torch.Tensor, rotary: torch.Tensor) -> Tuple["HandedRows", "HandedRows"]:
         """What a model with latent attention gets, and gives to its `expand_kv`."""
-        self.rotary_factor = rotary_factor
         return HandedRows(self, "latents", latents), HandedRows(self, "rotary keys", rotary)
 
     def expanded(self, latents: "Latents", rows: Tuple[torch.Tensor, torch.Tensor]) -> Tuple["HandedRows", "HandedRows"]:

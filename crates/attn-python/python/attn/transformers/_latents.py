@@ -94,10 +94,10 @@ class Latents:
             if found.shape != of_ours.shape or not torch.allclose(found, of_ours, rtol=0.05, atol=0.01 * float(of_ours.abs().max())):
                 raise UnsupportedError(f"{self.name} makes K and V of latents otherwise than by its kv_b_proj alone; {_OWN_CACHE}")
 
-    def queries(self, query: torch.Tensor, rotary_factor: float) -> torch.Tensor:
-        """`[batch, heads, tokens, dims of K]` as `[batch, heads, tokens, rank + rotary dims]`, for rotary keys that are stored multiplied by a factor."""
+    def queries(self, query: torch.Tensor) -> torch.Tensor:
+        """`[batch, heads, tokens, dims of K]` as `[batch, heads, tokens, rank + rotary dims]`."""
         latent, rotary = query[..., : self.nope_dim], query[..., self.nope_dim :]
-        return torch.cat([latent @ self._of_k, rotary / rotary_factor], -1)
+        return torch.cat([latent @ self._of_k, rotary], -1)
 
     def outputs(self, out: torch.Tensor) -> torch.Tensor:
         """`[batch, tokens, heads, rank]` as `[batch, tokens, heads, dims of V]`."""
