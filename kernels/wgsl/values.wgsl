@@ -41,10 +41,16 @@ fn v_param(word: u32, token: u32) -> vec2<f32> {
 }
 #end
 
-#if V == FP8 && !VIEW
+#if V == FP8 && !VIEW && !LATENTS
 // The 16 bytes of dim d in the panel of `place.token`: 16 tokens in slot order.
 fn v_panel(place: TokenAddr, d: u32) -> vec4<u32> {
     return load_vec(place.buffer, place.at + $(V_CODES)u + (place.token / 16u) * $(VD)u + d);
+}
+#elif V == FP8 && !VIEW
+// The byte of dim d, where bytes lie along the dims.
+fn v_byte(place: TokenAddr, d: u32) -> u32 {
+    let word = load_word(place.buffer, (place.at + $(V_CODES)u + (d >> 4u) * $(PS)u + place.token) * 4u + ((d & 15u) >> 2u));
+    return (word >> ((d & 3u) * 8u)) & 0xFFu;
 }
 #elif V_BITS == 16
 // One element of 16-bit V.
@@ -295,7 +301,7 @@ for (var quad = 0u; quad < 16u; quad++) {
     // Tokens of a slot quad: 2c, 2c + 1, 2c + 8, 2c + 9 of 16; unwritten ones may hold NaN.
     let first = tile * 64u + (quad >> 2u) * 16u + 2u * (quad & 3u);
     let unwritten = vec4<u32>(first, first + 1u, first + 8u, first + 9u) > vec4<u32>(last);
-#if V_BITS == 16 || VIEW
+#if V_BITS == 16 || VIEW || LATENTS
     let place_0 = place_of(pages_at, head, min(first, last));
     let place_1 = place_of(pages_at, head, min(first + 1u, last));
     let place_2 = place_of(pages_at, head, min(first + 8u, last));
@@ -306,7 +312,7 @@ for (var quad = 0u; quad < 16u; quad++) {
 #for i in 0..DPL
 #if V_BITS == 16
     let code_$(i) = vec4<f32>(v_element(place_0, dim_$(i)), v_element(place_1, dim_$(i)), v_element(place_2, dim_$(i)), v_element(place_3, dim_$(i)));
-#elif VIEW
+#elif VIEW || LATENTS
     let code_$(i) = fp8_values(v_byte(place_0, dim_$(i)) | (v_byte(place_1, dim_$(i)) << 8u) | (v_byte(place_2, dim_$(i)) << 16u) | (v_byte(place_3, dim_$(i)) << 24u));
 #else
     let code_$(i) = fp8_values(v_panel(place, dim_$(i))[quad & 3u]);

@@ -209,6 +209,9 @@ impl Case {
             .chain(&mut config.v_tensor_scales)
             .enumerate()
             .for_each(|(i, s)| *s = 0.19 + 0.01 * i as f32);
+        if self.format.latents {
+            config.v_tensor_scales.clone_from(&config.k_tensor_scales);
+        }
         config
     }
 

@@ -1,7 +1,5 @@
 //! The formats of a cache: a scheme for K and a scheme for V.
 
-use std::{fmt, str::FromStr};
-
 use crate::{
     error::{Error, refuse},
     groups::Groups,
@@ -117,7 +115,7 @@ impl Scheme {
         Scheme::rotated_int4(2, Window::Two),
     ];
 
-    const fn rotated_int4(groups: u8, window: Window) -> Self {
+    pub(crate) const fn rotated_int4(groups: u8, window: Window) -> Self {
         Scheme::RotatedInt4 { groups, window }
     }
 
@@ -163,6 +161,12 @@ impl Scheme {
     #[must_use]
     pub fn is_rotated(self) -> bool {
         matches!(self, Scheme::RotatedInt8 | Scheme::RotatedInt4 { .. })
+    }
+
+    /// Whether it stores latents ([`KvFormat::latents`]): each element of a row has a code of its own, and one scale at most counts for all that V has.
+    pub(crate) fn has_latents(self) -> bool {
+        let is_float = !self.is_integer();
+        is_float || matches!(self, Scheme::RotatedInt8 | Scheme::Int8(Int8Scale::Token))
     }
 
     /// Whether each scale has a shift beside it.
@@ -269,58 +273,6 @@ impl Scheme {
     }
 }
 
-impl fmt::Display for Scheme {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Scheme::F16 => f.write_str("f16"),
-            Scheme::Bf16 => f.write_str("bf16"),
-            Scheme::Fp8E4m3 => f.write_str("fp8"),
-            Scheme::Int8(Int8Scale::Token) => f.write_str("int8-plain"),
-            Scheme::Int8(Int8Scale::Group32) => f.write_str("int8-g32"),
-            Scheme::Int8(Int8Scale::Tensor) => f.write_str("int8-tensor"),
-            Scheme::Int4(g) => write!(f, "int4-g{g}"),
-            Scheme::RotatedInt8 => f.write_str("int8"),
-            Scheme::RotatedInt4 { groups, window } => {
-                f.write_str("int4")?;
-                if *groups != 1 {
-                    write!(f, "-r{groups}")?;
-                }
-                match window {
-                    Window::Two => Ok(()),
-                    other => write!(f, "-w{}", other.tiles()),
-                }
-            }
-        }
-    }
-}
-
-impl FromStr for Scheme {
-    type Err = Error;
-
-    fn from_str(s: &str) -> Result<Self, Error> {
-        Scheme::named(s).ok_or_else(|| Error::parameter("scheme", s, NAMES))
-    }
-}
-
-/// The names of schemes, for errors.
-const NAMES: &str = "f16, bf16, fp8, int8, int8-plain, int8-g32, int8-tensor, int4 (and int4-r2, -r4, -r8 with more groups, each also with -w0 or -w4 for another \
-                     window), int4-g1, int4-g2, int4-g4, int4-g8; of a format also two of them, K's and V's, such as int8/int4; \
-                     int8-latents and int8-plain-latents for latents, whose V is the first elements of K";
-
-/// Behind the name of a scheme: of latents.
-const LATENTS: &str = "-latents";
-
-impl Scheme {
-    fn named(name: &str) -> Option<Self> {
-        let windows = [Window::None, Window::Two, Window::Four];
-        let rotated = [1, 2, 4, 8]
-            .into_iter()
-            .flat_map(|groups| windows.map(|window| Scheme::rotated_int4(groups, window)));
-        let mut all = Scheme::ALL.into_iter().chain(rotated);
-        all.find(|scheme| scheme.to_string() == name)
-    }
-}
-
 /// A scheme for K and a scheme for V, chosen independently; or one for latents.
 ///
 /// Written `k/v`, or by one name: `bf16` means both, and `int8-latents` is `int8` of latents.
@@ -385,11 +337,11 @@ impl KvFormat {
         [(self.k, head_dim.k), (self.v, head_dim.v)]
     }
 
-    /// Quantization groups of K, and those of V. K of latents has two where it is wider than V: the elements that are V's, and the rest, which are a rotary key.
+    /// Quantization groups of K, and those of V. K of latents in integers has two where it is wider than V: the elements that are V's, and the rest, which are a rotary key.
     #[must_use]
     pub fn groups(self, head_dim: HeadDim) -> [Groups; 2] {
         let [k, v] = self.sides(head_dim).map(|(scheme, dim)| scheme.groups(dim));
-        match self.latents {
+        match self.latents && self.k.has_row_scales() {
             true => [Groups::of_dims(head_dim.k, head_dim.v), v],
             false => [k, v],
         }
@@ -539,9 +491,9 @@ impl KvFormat {
         self.v.check(head_dim.v)?;
         let [block, _] = self.rotated_blocks(head_dim);
         let is_part = head_dim.v <= head_dim.k
-            && head_dim.k <= 2 * head_dim.v
+            && (!self.k.has_row_scales() || head_dim.k <= 2 * head_dim.v)
             && head_dim.v.is_multiple_of(block.unwrap_or(1));
-        if self.latents && !is_part {
+        if self.latents && !(is_part && self.k.has_latents() && self.k == self.v) {
             let given = format_args!("{self} with head_dim {head_dim}");
             return refuse("format", given, LATENT_DIMS);
         }
@@ -580,7 +532,7 @@ impl KvFormat {
 }
 
 /// For errors: what latents may be.
-const LATENT_DIMS: &str = "latents with at least as many elements of K as of V, at most twice as many, and, in int8, V of whole blocks by which K is rotated (the largest power of two that divides \
+const LATENT_DIMS: &str = "latents in int8, int8-plain, fp8, bf16 or f16, with at least as many elements of K as of V, in int8 at most twice as many and, rotated, V of whole blocks by which K is rotated (the largest power of two that divides \
                            K's elements), such as 576/512; use int8, which stores K and V";
 
 /// The slot of home page `page`'s residual page, where the first `first` pages have slots of their own and the others share a ring behind these.
@@ -590,36 +542,4 @@ pub(crate) fn residual_slot(first: usize, slots: usize, page: usize) -> Option<u
     }
     let ring = slots.saturating_sub(first);
     Some(first + page.checked_rem(ring)?)
-}
-
-impl fmt::Display for KvFormat {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match *self {
-            KvFormat { k, latents, .. } if latents => write!(f, "{k}{LATENTS}"),
-            KvFormat { k, v, .. } if k == v => k.fmt(f),
-            KvFormat { k, v, .. } => write!(f, "{k}/{v}"),
-        }
-    }
-}
-
-impl FromStr for KvFormat {
-    type Err = Error;
-
-    fn from_str(s: &str) -> Result<Self, Error> {
-        if let Some(scheme) = s.strip_suffix(LATENTS).and_then(Scheme::named) {
-            let latents = matches!(scheme, Scheme::RotatedInt8 | Scheme::Int8(Int8Scale::Token));
-            return match latents {
-                true => Ok(KvFormat {
-                    latents,
-                    ..KvFormat::same(scheme)
-                }),
-                false => refuse("format", s, NAMES),
-            };
-        }
-        let (k, v) = s.split_once('/').unwrap_or((s, s));
-        match (Scheme::named(k), Scheme::named(v)) {
-            (Some(k), Some(v)) => Ok(KvFormat::new(k, v)),
-            _ => refuse("format", s, NAMES),
-        }
-    }
 }

@@ -29,6 +29,7 @@ mod elements;
 pub mod error;
 pub mod events;
 pub mod format;
+mod format_names;
 pub mod grid;
 mod groups;
 mod head_dim;

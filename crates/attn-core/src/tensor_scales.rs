@@ -22,13 +22,20 @@ impl Side {
 }
 
 impl KvFormat {
-    /// Refuses static scales of K and of V, as [`Scheme::check_scales`] does.
+    /// Refuses static scales of K and of V, as [`Scheme::check_scales`] does; and of latents scales of V that are not those of K, whose codes V has.
     ///
     /// # Errors
-    /// Those of [`Scheme::check_scales`].
+    /// Those of [`Scheme::check_scales`]; [`Error::Parameter`].
     pub fn check_scales(self, [k, v]: [&[f32]; 2], needed: usize) -> Result<(), Error> {
         self.k.check_scales(Side::K, k, needed)?;
-        self.v.check_scales(Side::V, v, needed)
+        self.v.check_scales(Side::V, v, needed)?;
+        match k.iter().zip(v).position(|(k, v)| k != v) {
+            Some(i) if self.latents => {
+                let given = format_args!("{} at index {i}", Given::from(v[i]));
+                refuse(Side::V.scales(), given, "those of K, whose codes are V's")
+            }
+            _ => Ok(()),
+        }
     }
 }
 

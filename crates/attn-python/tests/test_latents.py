@@ -21,16 +21,17 @@ def cache_of(format="int8-latents", **options):
     return attn.Cache(format, heads=1, dim=DIM, v_dim=V_DIM, max_tokens=512, **{"device": "cpu", **options})
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_k_alone_is_appended(dtype):
-    cache, k, q = cache_of(), rows(1, 300, 1, DIM), rows(2, 1, 16, DIM)
+@pytest.mark.parametrize("format, row, dtype", [("int8", DIM + 4, "float32"), ("int8", DIM + 4, "float16"), ("bf16", 2 * DIM, "float32"), ("fp8", DIM, "float16")])
+def test_k_alone_is_appended(format, row, dtype):
+    scales = dict(k_scales=[0.01], v_scales=[0.01]) if format == "fp8" else {}
+    cache, k, q = cache_of(f"{format}-latents", **scales), rows(1, 300, 1, DIM), rows(2, 1, 16, DIM)
     cache.append(k.astype(dtype)[:200])
     cache.append(k.astype(dtype)[None, 200:])
     out = cache.attend(q)
     assert out.shape == (1, 16, V_DIM) and numpy.abs(out - exact(q, k)).max() < 0.03
     stored, values = cache.export(0)
     assert (stored[..., :V_DIM] == values).all()
-    assert cache.stats().page_bytes == 64 * (DIM + 4)
+    assert cache.stats().page_bytes == 64 * row
 
 
 def test_layers_are_written_without_values():

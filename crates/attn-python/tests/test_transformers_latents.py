@@ -85,16 +85,16 @@ def test_wider_latents_than_attn_has_are_refused():
         QuantizedCache(config)
 
 
-def test_latents_are_stored_once_in_half_of_the_bytes():
-    """Kills values that are not those of the keys, and factors of rotary keys that queries lack."""
+@pytest.mark.parametrize("format, row, both", [("int8", 192 + 2 + 2, 192 + 2 + 128 + 2), ("bf16", 2 * 192, 2 * (192 + 128))])
+def test_latents_are_stored_once(format, row, both):
+    """Kills values that are not those of the keys."""
     config, own, ours = pair("deepseek")
     ids = prompt(2, 90)
-    caches = [QuantizedCache(config, format) for format in ("int8", "int8-latents")]
+    caches = [QuantizedCache(config, name) for name in (format, f"{format}-latents")]
     found = [torch.cat([ours(piece, **given(cache)).logits for piece in ids.split(64, 1)], 1) for cache in caches]
     errors = [(x - own(ids).logits).norm() / own(ids).logits.norm() for x in found]
     assert errors[1] < 1.5 * errors[0] + 1e-3, errors
-    assert caches[1].layers[0].cache.stats().page_bytes == 64 * (192 + 2 + 2)
-    assert caches[0].layers[0].cache.stats().page_bytes == 64 * (192 + 2 + 128 + 2)
+    assert [cache.layers[0].cache.stats().page_bytes for cache in caches] == [64 * both, 64 * row]
 
 
 def test_large_rotary_keys_take_no_codes_from_latents():

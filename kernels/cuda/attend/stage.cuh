@@ -55,7 +55,7 @@ struct Stage {
     // Strided rows lie side by side as far as the swizzle reaches, so many bytes of each, the 16-byte chunks of neighbouring rows in different
     // banks; the rest of each row behind them.
     static constexpr int K_SWIZZLE = swizzle_of(Keys::codes(1)), V_SWIZZLE = swizzle_of(Values::codes(1));
-    static constexpr bool V_TOKEN_MAJOR = LATENTS || (PAGE == 0 && Values::BITS == 8);  // V's bytes lie along the dims and are turned on their way
+    static constexpr bool V_TOKEN_MAJOR = Values::BITS == 8 && (LATENTS || PAGE == 0);  // V's bytes lie along the dims and are turned on their way
 };
 
 // Where token t of a tile lies; avoids a division that the compiler cannot prove away.

@@ -16,8 +16,8 @@ constexpr bool LATENTS = ATTN_LATENTS;  // V is the first elements of K, as thes
 constexpr bool V_LIES_ALONG_TOKENS = Values::BITS < 16 && !LATENTS;  // in pages; else it lies as K does
 using Run = RunOf<Keys, Values, PAGE, LATENTS>;
 
-static_assert(!LATENTS || (Keys::BITS == 8 && Keys::SCHEME == Values::SCHEME && Keys::GROUP_DIMS == V_DIM && Keys::GROUPS <= 2 && V_DIM <= K_DIM &&
-                           V_DIM % (is_rotated(ATTN_K) ? Values::ROTATED_BLOCK : 1) == 0),
+static_assert(!LATENTS || (Keys::BITS >= 8 && Keys::SCHEME == Values::SCHEME && (!Keys::IS_INTEGER || Keys::GROUP_DIMS == V_DIM) && Keys::GROUPS <= 2 &&
+                           V_DIM <= K_DIM && V_DIM % (is_rotated(ATTN_K) ? Values::ROTATED_BLOCK : 1) == 0),
               "KvFormat::check");
 
 constexpr int QUERY_PARTS = LATENTS ? Keys::GROUPS : 1;                // of a query, which have a step each: what meets K's groups

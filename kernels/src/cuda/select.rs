@@ -166,7 +166,7 @@ impl Shape {
         let has_one_scale = |scheme: Scheme| scheme.groups(dim).count() == 1;
         let is_covered = match self.format.is_integer() {
             true => has_one_scale(k) && has_one_scale(v),
-            false => k == v,
+            false => k == v && !self.format.latents,
         };
         // Products of bytes have V along the tokens, as rows have not. Of many dims, registers suffice for 16-bit floats, and shared memory for a ring of both warpgroups'.
         let is_16_bit = k.code_bits() == 16;

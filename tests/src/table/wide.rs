@@ -32,6 +32,8 @@ pub(super) fn few(table: &mut Table) {
         for format in formats(&[
             "int8",
             "int8-latents",
+            "bf16-latents",
+            "fp8-latents",
             "int8-tensor",
             "int4",
             "int8/int4",
@@ -65,6 +67,9 @@ pub(super) fn all(table: &mut Table) {
         "int8-plain",
         "int8-latents",
         "int8-plain-latents",
+        "bf16-latents",
+        "f16-latents",
+        "fp8-latents",
         "int8-g32",
         "int8-tensor",
         "int4-g1",
@@ -80,7 +85,14 @@ pub(super) fn all(table: &mut Table) {
             shapes(table, dim, format);
         }
     }
-    for format in formats(&["int8", "int8-latents", "int4", "bf16"]) {
+    for format in formats(&[
+        "int8",
+        "int8-latents",
+        "int4",
+        "bf16",
+        "bf16-latents",
+        "fp8-latents",
+    ]) {
         for dim in DIMS {
             modified(table, dim, format);
         }

@@ -43,7 +43,7 @@ pub trait Machine {
 }
 
 /// Format, head_dim, page_size, KV heads, number format.
-const EXPORTS: [(&str, HeadDim, usize, usize, Dtype); 17] = [
+const EXPORTS: [(&str, HeadDim, usize, usize, Dtype); 18] = [
     ("int8", HeadDim::same(128), 64, 2, Dtype::F32),
     ("int8", HeadDim::same(80), 32, 1, Dtype::F16),
     ("int4", HeadDim::same(128), 64, 2, Dtype::F32),
@@ -72,6 +72,13 @@ const EXPORTS: [(&str, HeadDim, usize, usize, Dtype); 17] = [
         16,
         1,
         Dtype::Bf16,
+    ),
+    (
+        "bf16-latents",
+        HeadDim { k: 192, v: 128 },
+        64,
+        2,
+        Dtype::F32,
     ),
 ];
 

@@ -23,7 +23,7 @@ use crate::{
 const PAD: u8 = 0xa5;
 
 /// Format, head_dim, page_size, KV heads.
-const KINDS: [Shape; 24] = [
+const KINDS: [Shape; 26] = [
     ("int8", HeadDim::same(128), 64, 5),
     ("int8", HeadDim::same(80), 32, 1),
     ("int8-plain", HeadDim::same(128), 64, 3),
@@ -48,6 +48,8 @@ const KINDS: [Shape; 24] = [
     ("int8-plain/int4-g4", HeadDim { k: 576, v: 512 }, 32, 1),
     ("int8-latents", HeadDim { k: 576, v: 512 }, 64, 1),
     ("int8-plain-latents", HeadDim { k: 192, v: 128 }, 16, 3),
+    ("bf16-latents", HeadDim { k: 192, v: 128 }, 32, 2),
+    ("fp8-latents", HeadDim { k: 576, v: 512 }, 64, 1),
 ];
 
 type Shape = (&'static str, HeadDim, usize, usize);
