@@ -33,7 +33,7 @@
 #let K_CENTRED = K == GROUPS || K == STEPS
 // Whether a lane multiplies half of the dims of two tokens, `lane` and `lane ^ 32`, so that each loaded vector of the query serves two tokens.
 // The halves of a token are added through workgroup memory.
-#let HALVES = K_INTEGER && UNITS % 2 == 0 && SGROUPS == 1
+#let HALVES = K_INTEGER && UNITS % 2 == 0 && (SGROUPS == 1 || QUERY_PARTS > 1)
 #let HALF = HALVES ? UNITS / 2 : UNITS
 #let TOKENS = HALVES ? 2 : 1
 // Pairs (row, unit of 16 dims) of the query that a lane loads.
@@ -78,7 +78,7 @@ var<workgroup> weights_f32: array<f32, $(R * 64)>;                   // (row, to
 // Products of a token with half of the dims; then f32 weights, for the shifts: (row, token). Rows are RS words apart for the same reason.
 #let RS = 72
 #if HALVES || V == GROUPS
-var<workgroup> scratch: array<u32, $(R * RS)>;
+var<workgroup> scratch: array<u32, $(HALVES ? QUERY_PARTS * R * RS : R * RS)>;
 #end
 #if V == GROUPS
 var<workgroup> shifts: array<f32, $(VG * 64)>;                       // (group, token)

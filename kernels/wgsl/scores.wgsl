@@ -123,7 +123,8 @@ var sum_$(j)_$(g) = 0;
 #end
 #end
 #for n in 0..HALF
-#let g = SGROUPS == 1 ? 0 : n / (K_GROUP_DIMS / 16)
+#let FIRST = K_GROUP_DIMS / 16 - (HALVES ? HALF : 0)
+#let g = SGROUPS == 1 ? 0 : (HALVES ? (n < FIRST ? 0 : 1) : n / FIRST)
 {
     let bytes = query_bytes[$(r * UNITS + n)u + first_unit];
 #for j in 0..TOKENS
@@ -131,12 +132,21 @@ var sum_$(j)_$(g) = 0;
 #end
 }
 #end
+#if HALVES && QUERY_PARTS > 1
+// The second part of a query begins among the units of the second half.
+if first_unit == 0u {
+#for j in 0..TOKENS
+    sum_$(j)_0 += sum_$(j)_1;
+    sum_$(j)_1 = 0;
+#end
+}
+#end
 #let SHIFT = K == STEPS ? 4 : 0
 #for g in 0..SGROUPS
 dot_$(r)_$(g) = sum_0_$(g) << $(SHIFT)u;
-#end
 #if HALVES
-scratch[$(r * RS)u + scratch_of_other] = bitcast<u32>(sum_1_0 << $(SHIFT)u);
+scratch[$((g * R + r) * RS)u + scratch_of_other] = bitcast<u32>(sum_1_$(g) << $(SHIFT)u);
+#end
 #end
 }
 #end
@@ -156,7 +166,7 @@ if k_fine > 0u {
 #end
 #end
 #for n in 0..HALF
-#let g = SGROUPS == 1 ? 0 : n / (K_GROUP_DIMS / 16)
+#let g = n * SGROUPS / UNITS
 #for j in 0..TOKENS
         fine_$(j)_$(g) = dot16(query_bytes[$(r * UNITS + n)u + first_unit], k_bytes(residuals_$(j), first_unit + $(n)u), fine_$(j)_$(g));
 #end
@@ -290,7 +300,9 @@ if $(b * RU)u < num_rows {
 #if K_INTEGER
 #for r in (b * RU)..(b * RU + RU)
 #if HALVES
-    dot_$(r)_0 += bitcast<i32>(scratch[$(r * RS)u + lane]);
+#for g in 0..SGROUPS
+    dot_$(r)_$(g) += bitcast<i32>(scratch[$((g * R + r) * RS)u + lane]);
+#end
 #end
 #use integer_score(r)
 #end

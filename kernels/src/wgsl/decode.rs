@@ -137,16 +137,15 @@ pub fn workgroup_bytes(key: &DecodeKey) -> usize {
     let (dim, r) = (key.head_dim, key.rows);
     let units = dim.k / 16;
     let [k_groups, v_groups] = key.format.groups(dim).map(|groups| groups.count());
-    let has_parts = key.format.query_parts(dim).count() > 1;
+    let parts = key.format.query_parts(dim).count();
     let is_centred = k.is_integer() && k.code_bits() == 4;
-    let scored_whole =
-        k == Scheme::Int8(Int8Scale::Group32) || is_centred && k_groups > 1 || has_parts;
+    let scored_whole = k == Scheme::Int8(Int8Scale::Group32) || is_centred && k_groups > 1;
     let halves = k.is_integer() && units % 2 == 0 && !scored_whole;
     let (mut bytes, mut slots) = (16 * r + if key.alibi { 4 * r } else { 0 }, 2 * r);
     if k.is_integer() {
         bytes += 16 * r * units + 4 * r;
         slots += r + if is_centred { r * k_groups } else { 0 };
-        if has_parts {
+        if parts > 1 {
             (bytes, slots) = (bytes + 4 * r, slots + r);
         }
     } else {
@@ -162,7 +161,7 @@ pub fn workgroup_bytes(key: &DecodeKey) -> usize {
         bytes += 256 * r;
     }
     if halves || v.has_shifts() {
-        bytes += 4 * 72 * r;
+        bytes += 4 * 72 * r * if halves { parts } else { 1 };
     }
     if v.has_shifts() {
         bytes += v_groups * (256 + 36 * r);
