@@ -110,13 +110,13 @@ pub fn weight_step(largest: i32, bits: u32) -> [f32; 2] {
     [step, step_inverse(step)]
 }
 
-/// What scaled weights are multiplied by to count steps: nearly 1/step.
+/// What scaled weights are multiplied by to count steps: nearly 1/step. Any number for an infinite step, which scales of trusted views may give.
 #[inline]
 #[must_use]
 pub fn step_inverse(step: f32) -> f32 {
     let bits = step.to_bits();
     let of_mantissa = INVERSES[(bits >> 21 & 3) as usize].to_bits();
-    f32::from_bits(of_mantissa + 0x3F80_0000 - (bits & 0x7F80_0000))
+    f32::from_bits((of_mantissa + 0x3F80_0000).wrapping_sub(bits & 0x7F80_0000))
 }
 
 /// The place of token `t` in the lattice of thresholds: 64 of them, so that a sum of weights below one step is right on average.

@@ -160,11 +160,8 @@ impl Draw<'_, '_> {
         }
     }
 
-    /// A pair of schemes, or latents.
+    /// A pair of schemes.
     pub fn format(&mut self) -> KvFormat {
-        match self.once_in(16) {
-            true => KvFormat::INT8_LATENTS,
-            false => KvFormat::new(self.scheme(), self.scheme()),
-        }
+        KvFormat::new(self.scheme(), self.scheme())
     }
 }
