@@ -40,24 +40,41 @@ def results(op, operands):
     return registers(written[0], count) if written else set()
 
 
+def back_to(at, text):
+    """The address that a branch back leads to."""
+    found = re.search(r"\bBRA\b.*0x([0-9a-f]+)", text)
+    return int(found[1], 16) if found and int(found[1], 16) < at else None
+
+
 def disturbed(instructions):
-    """Counts writes to registers of products under way, in the order of addresses: groups of products, of which a wait leaves the last few."""
-    groups, current, count = [], set(), 0
-    for _, text in instructions:
-        op, _, rest = PREDICATE.sub("", text).partition(" ")
-        operands = [o.strip() for o in rest.split(",")]
-        shape = re.match(r"[HI]GMMA\.\d+x(\d+)x\d+", op)
-        if op.startswith("WARPGROUP.DEPBAR"):
-            left = int(operands[-1], 16)
-            groups = groups[len(groups) - left :] if left else []
-        elif shape:
-            current |= registers(operands[0], int(shape[1]) // 2) | registers(operands[1], 4)
-            if "gsb0" in rest:
-                groups.append(current)
-                current = set()
-        elif results(op, operands) & current.union(*groups):
-            count += 1
-    return count
+    """Counts instructions that write registers of products under way: groups of products, of which a wait leaves the last few. In the order of addresses, and from each
+    branch back, taken once, on until all products that were under way there are done."""
+    index = {at: n for n, (at, _) in enumerate(instructions)}
+    writes = set()
+
+    def walk(first, groups, turns_back):
+        groups, current = list(groups), set()
+        for at, text in instructions[first:]:
+            op, _, rest = PREDICATE.sub("", text).partition(" ")
+            operands = [o.strip() for o in rest.split(",")]
+            shape = re.match(r"[HI]GMMA\.\d+x(\d+)x\d+", op)
+            if op.startswith("WARPGROUP.DEPBAR"):
+                left = int(operands[-1], 16)
+                groups = groups[len(groups) - left :] if left else []
+            elif shape:
+                current |= registers(operands[0], int(shape[1]) // 2) | registers(operands[1], 4)
+                if "gsb0" in rest:
+                    groups.append(current)
+                    current = set()
+            elif results(op, operands) & current.union(*groups):
+                writes.add(at)
+            if turns_back and groups and back_to(at, text) in index:
+                walk(index[back_to(at, text)], groups, False)
+            if not turns_back and not groups:
+                return
+
+    walk(0, [], True)
+    return len(writes)
 
 
 def judge(lines, least):
@@ -71,9 +88,9 @@ def judge(lines, least):
         product = re.search(r"\bHGMMA\S*\s+(R\d+),\s+(R\d+)(?:\.reuse)?,\s+gdesc", text)
         if product:
             sums_of.setdefault(product[2], set()).add(product[1])
-        back = re.search(r"\bBRA\b.*0x([0-9a-f]+)", text)
-        if back and int(back[1], 16) < at and sum(int(back[1], 16) <= t <= at for t in tensor) >= least:
-            loops.append((int(back[1], 16), at))
+        back = back_to(at, text)
+        if back is not None and sum(back <= t <= at for t in tensor) >= least:
+            loops.append((back, at))
     first, last = min(loops, key=lambda loop: loop[1] - loop[0], default=(0, 1 << 40))
     spills, waits, products, steps = [
         sum(first <= at <= last for at in of) for of in (local, waits, tensor, [at for at, _ in instructions])
@@ -97,6 +114,8 @@ LOOPS = [
     ([KEYS, MORE_KEYS, VALUES, MORE_VALUES, "SHFL.BFLY PT, R159, R3, 0x1, 0x1f", WAIT], (0, 0, 0, 1)),
     ([KEYS, MORE_KEYS, VALUES, MORE_VALUES, WAIT_BUT_ONE, "MOV R55, R3", "MOV R127, R3", WAIT], (0, 0, 0, 1)),
     ([KEYS, MORE_KEYS, VALUES, MORE_VALUES, "STS [R24], R64", "R2UR UR4, R24", WAIT], (0, 0, 0, 0)),
+    (["MOV R152, R3", KEYS, MORE_KEYS, WAIT, VALUES, MORE_VALUES], (0, 0, 0, 1)),
+    (["MOV R151, R3", KEYS, MORE_KEYS, WAIT, VALUES, MORE_VALUES], (0, 0, 0, 0)),
     (["HGMMA.64x64x16.F32 R24, R8, gdesc[UR4], R24", "HGMMA.64x64x16.F32 R64, R8, gdesc[UR4], R64", KEYS, MORE_KEYS, WAIT], (0, 1, 0, 0)),
 ]
 

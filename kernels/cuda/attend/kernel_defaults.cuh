@@ -10,7 +10,7 @@ struct KernelDefaults {
     static constexpr int STAGES = ATTN_STAGES;  // of a team's ring
     static constexpr int TILE_WARPS = 1;        // warps that share each tile
     static constexpr bool IS_WIDE = false;      // whether a stage has a part of K's or V's dims of a tile, and K's last part V's parameters, too
-    static constexpr int K_PARTS = 1, V_PARTS = 1;
+    static constexpr int K_PARTS = 1, V_PARTS = 1, V_STAGES = 1;
     static constexpr int TURNERS = 0;           // warps that turn latents into values, where they lie in a stage
     static constexpr int LEAST_BLOCK = 16;      // tokens that lie together in a stage, at least
     static constexpr int SHARED_PARTIALS = 12;  // of so many partials and more of a work item, several CTAs merge rows

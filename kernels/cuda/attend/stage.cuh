@@ -37,10 +37,10 @@ struct Stage {
     static constexpr int CODES_BYTES = larger(K_STRIDE, V_STRIDE) * BLOCKS;
     static constexpr int ALIGN = PAGE ? 128 : 1024;  // the swizzle goes by address
     // Of a part of a tile's K, the last of which has the parameters of both sides behind it, and of its V.
-    static constexpr int K_PART = K_CODES / Config::K_PARTS, V_PART = V_CODES / Config::V_PARTS;
+    static constexpr int K_PART = K_CODES / Config::K_PARTS, V_PART = Config::V_STAGES == 0 ? 0 : V_CODES / larger(Config::V_STAGES, 1);
     static constexpr int WIDE_PARAMS = Keys::params(BLOCK) + (LATENTS ? 0 : Values::params(BLOCK)), WIDE_BYTES = larger(K_PART + WIDE_PARAMS, V_PART);
     static constexpr int BYTES = ((Config::IS_WIDE ? WIDE_BYTES : CODES_BYTES) + ALIGN - 1) / ALIGN * ALIGN;
-    static_assert(!Config::IS_WIDE || (BLOCKS == 1 && (LATENTS || !HOLDS_BOTH)), "many_rows/wide.cuh");
+    static_assert(!Config::IS_WIDE || (BLOCKS == 1 && (LATENTS || !HOLDS_BOTH)), "many_rows/config.cuh");
 
     // Residuals of a tile that some row reads with them: behind their side's codes where the stage has room, else in the next stage. Other tiles
     // have none.

@@ -40,6 +40,7 @@ template <int COUNT> DEVICE void take_registers() { asm volatile("setmaxnreg.inc
 #define ATTN_40(C) ATTN_32(C), ATTN_8(C, 32)
 #define ATTN_48(C) ATTN_40(C), ATTN_8(C, 40)
 #define ATTN_64(C) ATTN_48(C), ATTN_8(C, 48), ATTN_8(C, 56)
+#define ATTN_80(C) ATTN_64(C), ATTN_8(C, 64), ATTN_8(C, 72)
 #define ATTN_96(C) ATTN_64(C), ATTN_8(C, 64), ATTN_8(C, 72), ATTN_8(C, 80), ATTN_8(C, 88)
 #define ATTN_128(C) ATTN_96(C), ATTN_8(C, 96), ATTN_8(C, 104), ATTN_8(C, 112), ATTN_8(C, 120)
 #define ATTN_TO_23 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23"
@@ -47,7 +48,8 @@ template <int COUNT> DEVICE void take_registers() { asm volatile("setmaxnreg.inc
 #define ATTN_TO_39 ATTN_TO_31 ", %32, %33, %34, %35, %36, %37, %38, %39"
 #define ATTN_TO_47 ATTN_TO_39 ", %40, %41, %42, %43, %44, %45, %46, %47"
 #define ATTN_TO_63 ATTN_TO_47 ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-#define ATTN_TO_95 ATTN_TO_63 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+#define ATTN_TO_79 ATTN_TO_63 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
+#define ATTN_TO_95 ATTN_TO_79 ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
 #define ATTN_TO_127 ATTN_TO_95 ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 
 // The product of a in registers, with N numbers of d in a thread; SHAPE and TYPES: of the instruction; C: the constraint of d; TAIL: what follows the predicate.
@@ -60,10 +62,11 @@ template <int COUNT> DEVICE void take_registers() { asm volatile("setmaxnreg.inc
 #define ATTN_PRODUCT_40(DEPTH, TYPES, C, TAIL) ATTN_PRODUCT_OF(40, ATTN_TO_39, 40, 41, 42, 43, 44, 45, "m64n80" DEPTH, TYPES, C, TAIL)
 #define ATTN_PRODUCT_48(DEPTH, TYPES, C, TAIL) ATTN_PRODUCT_OF(48, ATTN_TO_47, 48, 49, 50, 51, 52, 53, "m64n96" DEPTH, TYPES, C, TAIL)
 #define ATTN_PRODUCT_64(DEPTH, TYPES, C, TAIL) ATTN_PRODUCT_OF(64, ATTN_TO_63, 64, 65, 66, 67, 68, 69, "m64n128" DEPTH, TYPES, C, TAIL)
+#define ATTN_PRODUCT_80(DEPTH, TYPES, C, TAIL) ATTN_PRODUCT_OF(80, ATTN_TO_79, 80, 81, 82, 83, 84, 85, "m64n160" DEPTH, TYPES, C, TAIL)
 #define ATTN_PRODUCT_96(DEPTH, TYPES, C, TAIL) ATTN_PRODUCT_OF(96, ATTN_TO_95, 96, 97, 98, 99, 100, 101, "m64n192" DEPTH, TYPES, C, TAIL)
 #define ATTN_PRODUCT_128(DEPTH, TYPES, C, TAIL) ATTN_PRODUCT_OF(128, ATTN_TO_127, 128, 129, 130, 131, 132, 133, "m64n256" DEPTH, TYPES, C, TAIL)
 // Numbers of d of the head dims that there are.
-#define ATTN_EACH_WIDTH(DEFINE) DEFINE(24) DEFINE(32) DEFINE(40) DEFINE(48) DEFINE(64) DEFINE(96) DEFINE(128)
+#define ATTN_EACH_WIDTH(DEFINE) DEFINE(24) DEFINE(32) DEFINE(40) DEFINE(48) DEFINE(64) DEFINE(80) DEFINE(96) DEFINE(128)
 
 // `adds`: whether d counts; else it is overwritten.
 template <bool B_SIGNED> struct Products {

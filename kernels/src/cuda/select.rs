@@ -213,19 +213,38 @@ impl Shape {
 
     /// The configuration of `many_rows.cu` for wide rows, of which its warpgroups have 64 together; `None` where it does not cover the shape.
     fn wide_rows(&self, shared_limit: usize) -> Option<KernelConfig> {
-        let KvFormat { k, v, .. } = self.format;
+        let KvFormat { k, v, latents } = self.format;
         let HeadDim { k: k_dim, v: v_dim } = self.head_dim;
-        // Parts of K are multiplied 32 dims at a time; of V a warpgroup's dims are those of an instruction.
-        let [k_parts, _] = wide_parts(self.head_dim);
-        let has_dims =
-            k_dim.is_multiple_of(32 * k_parts) && matches!(v_dim, 128 | 160 | 192 | 256 | 512);
-        let is_covered =
-            self.are_bytes() && k.groups(k_dim).count() == 1 && v.groups(v_dim).count() == 1;
+        // Parts of K are multiplied 32 bytes at a time; of V a warpgroup's dims are those of an instruction.
+        let [k_parts, v_parts] = wide_parts(self.format, self.head_dim);
+        let copies = shared_limit >= BULK_SHARED;
+        let is_integer = self.format.is_integer();
+        let (has_dims, is_covered, least) = match is_integer {
+            true => (
+                k_dim.is_multiple_of(32 * k_parts) && matches!(v_dim, 128 | 160 | 192 | 256 | 512),
+                copies
+                    && self.are_bytes()
+                    && k.groups(k_dim).count() == 1
+                    && v.groups(v_dim).count() == 1,
+                2,
+            ),
+            // Products with a tile's V hold it until those with the next K are done.
+            false => (
+                k_dim.is_multiple_of(16 * k_parts)
+                    && matches!(v_dim, 96 | 128 | 160 | 192 | 256 | 320 | 512),
+                k == v && k.code_bits() == 16,
+                match copies {
+                    true if latents => 2,
+                    true => k_parts + v_parts,
+                    false => k_parts,
+                },
+            ),
+        };
         let few = self.is_few_of_split_kv(shared_limit);
-        if few || !has_dims || !is_covered || self.layout.is_rows() || shared_limit < BULK_SHARED {
+        if few || !has_dims || !is_covered || self.layout.is_rows() {
             return None;
         }
-        (2..=12)
+        (least..=12)
             .rev()
             .map(|stages| KernelConfig {
                 kernel: Kernel::ManyRows,

@@ -81,8 +81,8 @@ impl Stage {
         let codes = |scheme: Scheme, dim: usize| tile * dim * scheme.code_bits() / 8;
         let [k_codes, v_codes] = [codes(format.k, head_dim.k), codes(format.v, head_dim.v)];
         let params = k.saturating_sub(k_codes) + v.saturating_sub(v_codes);
-        let [k_parts, v_parts] = wide_parts(head_dim);
-        let wide = (k_codes / k_parts + params).max(v_codes / v_parts);
+        let [k_parts, v_parts] = wide_parts(format, head_dim);
+        let wide = (k_codes / k_parts + params).max(v_codes.checked_div(v_parts).unwrap_or(0));
         Stage {
             k,
             v,
@@ -100,7 +100,11 @@ impl Stage {
                 },
             },
             wide: wide.next_multiple_of(align),
-            wide_barriers: if format.latents { 32 } else { 16 },
+            wide_barriers: if format.latents && format.is_integer() {
+                32
+            } else {
+                16
+            },
             // Wider ones lie where the states did.
             rotated_row: if format.v.is_rotated() && head_dim.v <= 256 {
                 head_dim.v.next_multiple_of(32) * 4
@@ -127,36 +131,45 @@ pub fn shared_bytes(
             team_bytes(config, &stage, head_dim.v)
         }
         Kernel::ManyRows | Kernel::ManyRowsWhole if has_wide_rows(format, head_dim) => {
-            wide_rows_bytes(config, &stage, head_dim.k)
+            wide_rows_bytes(config, &stage, format, head_dim.k)
         }
         Kernel::ManyRows | Kernel::ManyRowsWhole => many_rows_bytes(config, &stage, head_dim.max()),
     }
 }
 
-/// Whether rows are wide for `many_rows.cu`, whose warpgroups share them then (`kernels/cuda/attend/many_rows/wide.cuh`).
+/// Whether rows are wide for `many_rows.cu`, whose warpgroups share them then (`IS_WIDE` in `kernels/cuda/attend/many_rows/config.cuh`).
 pub(crate) fn has_wide_rows(format: KvFormat, head_dim: HeadDim) -> bool {
-    format.is_integer() && (head_dim.k != head_dim.v || head_dim.v > 128 || format.latents)
+    match format.is_integer() {
+        true => head_dim.k != head_dim.v || head_dim.v > 128 || format.latents,
+        false => head_dim.max() > 256,
+    }
 }
 
-/// The parts in which stages have wide rows of K and V.
-pub(crate) fn wide_parts(head_dim: HeadDim) -> [usize; 2] {
-    [
-        if head_dim.k > 320 { 2 } else { 1 },
-        if head_dim.v > 256 { 2 } else { 1 },
-    ]
+/// The parts in which stages have wide rows of K and V, where that is not in K's.
+pub(crate) fn wide_parts(format: KvFormat, head_dim: HeadDim) -> [usize; 2] {
+    let HeadDim { k, v } = head_dim;
+    match (format.is_integer(), format.latents) {
+        (true, _) => [if k > 320 { 2 } else { 1 }, if v > 256 { 2 } else { 1 }],
+        (false, true) => [1, 0],
+        (false, false) => [if k > 256 { 2 } else { 1 }, WARPGROUPS],
+    }
 }
 
-/// Queries; weights of a span, four numbers for each row of its tiles, and of its segments, and two of each row; thresholds, and V's scales of each warp.
-fn wide_rows_bytes(config: &KernelConfig, stage: &Stage, k_dim: usize) -> usize {
+/// Queries, and two numbers of each row; of integers weights of a span, too, four numbers for each row of its tiles, and of its segments, thresholds, and V's scales of each warp.
+fn wide_rows_bytes(config: &KernelConfig, stage: &Stage, format: KvFormat, k_dim: usize) -> usize {
     let (tile, rows) = (arithmetic::TILE, config.rows());
     let tiles = arithmetic::SEGMENT * arithmetic::SPAN;
-    let span = tiles * rows * (tile + 12) + arithmetic::SPAN * rows * 8 + rows * 8;
-    let scales = WARPGROUPS * 4 * tile * 4;
+    let (query, of_integers) = match format.is_integer() {
+        true => {
+            let span = tiles * rows * (tile + 12) + arithmetic::SPAN * rows * 8;
+            (k_dim, span + tile * 4 + WARPGROUPS * 4 * tile * 4)
+        }
+        false => (k_dim * 2, 0),
+    };
     config.stages * (stage.wide + stage.wide_barriers)
-        + rows * k_dim
-        + span
-        + tile * 4
-        + scales
+        + rows * query
+        + of_integers
+        + rows * 8
         + 64
         + 16
         + 16

@@ -1,34 +1,45 @@
 // A warpgroup of many_rows.cu attends rows of its own in a work item: the states of segments, spans and the row (section 6 of docs/arithmetic.md).
 #pragma once
-#include "attend/many_rows/floats.cuh"
 #include "attend/many_rows/integers.cuh"
+#include "attend/many_rows/wide_floats.cuh"
 
 namespace attn {
 
-template <bool IS_INTEGER> struct TilesOf {
+template <bool IS_INTEGER, bool IS_WIDE> struct TilesOf {
     using Type = IntegerTiles;
 };
-template <> struct TilesOf<false> {
+template <> struct TilesOf<false, false> {
     using Type = FloatTiles;
 };
+template <> struct TilesOf<false, true> {
+    using Type = WideFloatTiles;
+};
 
-struct RowAttender : TilesOf<INTEGER>::Type {
+struct RowAttender : TilesOf<INTEGER, Config::IS_WIDE>::Type {
+    static constexpr bool LEAVES_ALL = Config::LEAVES_EACH_SPAN && !Config::WHOLE_ITEMS;
+    static constexpr int AT_ONCE = Config::IS_WIDE ? 4 : ELEMENTS / 4;  // pairs of a row that are written at once: registers bind where the state is large
+
     METHOD void write_rows(const WorkRange& range) const {
 #pragma unroll 1
         for (int h = 0; h < THREAD_ROWS; h++) {
             Epilogue epilogue = Epilogue::at(p, range.item(), first_row + lane / 4 + 8 * h);
-            epilogue.begin(h == 0 ? m[0] : m[1], h == 0 ? l[0] : l[1], lane % 4 == 0);
-            float x[ELEMENTS / 4][2];
+            epilogue.begin(h == 0 ? m[0] : m[1], h == 0 ? l[0] : l[1], lane % 4 == 0 && (!Config::IS_WIDE || warpgroup == 0));
+            if (Config::IS_WIDE && epilogue.out) epilogue.out += first_dim(0) * element_bytes(p.dtype);
 #pragma unroll
-            for (int j = 0; j < ELEMENTS / 4; j++)
+            for (int first = 0; first < ELEMENTS / 4; first += AT_ONCE) {
+                float x[AT_ONCE][2];
 #pragma unroll
-                for (int e = 0; e < 2; e++) x[j][e] = epilogue.of(h == 0 ? o[4 * j + e] : o[4 * j + 2 + e]);
-            if constexpr (Values::IS_ROTATED) rotate_back<Values, 4>(x, lane % 4);
-            store_quad_row(epilogue.out, p.dtype, x, lane);
+                for (int j = 0; j < AT_ONCE; j++)
+#pragma unroll
+                    for (int e = 0; e < 2; e++) x[j][e] = epilogue.of(h == 0 ? o[4 * (first + j) + e] : o[4 * (first + j) + 2 + e]);
+                if constexpr (Values::IS_ROTATED) rotate_back<Values, 4>(x, lane % 4);
+                store_quad_row(epilogue.out ? epilogue.out + first * 8 * element_bytes(p.dtype) : nullptr, p.dtype, x, lane);
+            }
         }
     }
 
-    // Attends spans of a work item, whose rows are loaded. If these are all of its spans, writes the rows and returns false; else writes partials and returns true.
+    // Attends spans of a work item, whose rows are loaded. Writes the rows and returns false if these are all of its spans, and no partials are to be left; else writes
+    // partials and returns true.
     METHOD bool attend(const WorkRange& range) {
         RowState row;
         int first_span = Config::WHOLE_ITEMS ? 0 : range.first, last = range.end - 1;
@@ -36,18 +47,18 @@ struct RowAttender : TilesOf<INTEGER>::Type {
         for (int span_index = first_span; span_index <= last; span_index++) {
             int index = span_index << range.span_shift;
             attend_span(range, index, min(range.num_tiles, index + (1 << range.span_shift)));
-            if (first_span > 0) {
+            if (LEAVES_ALL || first_span > 0) {
                 write_partial(range, span_index);
                 continue;
             }
             if (span_index > 0) merge_row(row);
             if (span_index < last) keep_row(row);
         }
-        if (Config::WHOLE_ITEMS || range.is_all()) {
+        if (Config::WHOLE_ITEMS || (!LEAVES_ALL && range.is_all())) {
             write_rows(range);
             return false;
         }
-        if (first_span == 0) write_partial(range, last);
+        if (!LEAVES_ALL && first_span == 0) write_partial(range, last);
         return true;
     }
 };

@@ -11,12 +11,17 @@ struct ManyRowsConfig : KernelDefaults {
     static constexpr int ROWS = 8 * ATTN_ROW_GROUPS * TEAM_WARPGROUPS;  // query rows of a work item
 
     // Whether rows are wide: dims are too many for a warpgroup to hold the products and two states of 64 rows, or those of K and V are unlike; or latents. The warpgroups of
-    // a team then have the same rows, each a share of V's dims, which they go through part after part (many_rows/wide.cuh).
-    static constexpr bool IS_WIDE = INTEGER && (K_DIM != V_DIM || V_DIM > 128 || LATENTS);
-    static constexpr int TURNERS = IS_WIDE && LATENTS ? 3 : 0;  // warps of the producers that turn latents into values
+    // a team then have the same rows, each a share of V's dims: of integers they go through it part after part (many_rows/wide_integers.cuh), of floats they have it
+    // at once (many_rows/wide_floats.cuh).
+    static constexpr bool IS_WIDE = INTEGER ? K_DIM != V_DIM || V_DIM > 128 || LATENTS : larger(K_DIM, V_DIM) > 256;
+    static constexpr bool LEAVES_EACH_SPAN = IS_WIDE;  // as a partial, where work items are not whole: a merge at the end waits for its loads once
+    static constexpr int TURNERS = INTEGER && IS_WIDE && LATENTS ? 3 : 0;  // warps of the producers that turn latents into values
     static_assert(!IS_WIDE || TEAM_WARPGROUPS == WARPGROUPS, "select.rs");
     static constexpr int WARPGROUP_ROWS = IS_WIDE ? ROWS : ROWS / TEAM_WARPGROUPS;
-    static constexpr int K_PARTS = IS_WIDE && K_DIM > 320 ? 2 : 1, V_PARTS = IS_WIDE && V_DIM > 256 ? 2 : 1;  // parts of dims, each of a tile in a stage of its own
+    // Parts of dims, each of a tile in a stage of its own: those of K, those of V that a warpgroup goes through, and those of V that are copied. Products of floats read
+    // latents as values where they lie as keys.
+    static constexpr int K_PARTS = !IS_WIDE ? 1 : INTEGER ? (K_DIM > 320 ? 2 : 1) : !LATENTS && K_DIM > 256 ? 2 : 1;
+    static constexpr int V_PARTS = INTEGER && IS_WIDE && V_DIM > 256 ? 2 : 1, V_STAGES = INTEGER || !IS_WIDE ? V_PARTS : LATENTS ? 0 : WARPGROUPS;
     static constexpr int PART_DIMS = V_DIM / V_PARTS / (IS_WIDE ? WARPGROUPS : 1);  // dims of V that a warpgroup has at once
     static constexpr int THREADS = 128 * (1 + WARPGROUPS);
     static constexpr int MERGE_THREADS = 128 * TEAM_WARPGROUPS;  // threads that merge a work item's partials

@@ -32,6 +32,15 @@ struct FloatTiles : Warpgroup {
         row.factor = row.factor > 0.0f ? 1.0f : 0.0f;
         return row;
     }
+    // The power of two that lifts a row with this largest magnitude to below 2^14, which f16 holds, and what its scores are multiplied by.
+    METHOD void lift_row(const WorkRange& range, float largest, float& up, float& scale) const {
+        int e = largest == 0.0f ? 0 : min(13 - exponent(largest), 126);
+        up = exp2i(e);
+        float factor = p.log2_scale * (p.k_tensor_scales ? p.k_tensor_scales[range.kv_head] : 1.0f);
+        scale = fmaxf(factor * exp2i(-e / 2) * exp2i(e / 2 - e), 0x1p-126f);
+    }
+    // Whether queries have second parts.
+    METHOD bool are_in_two_parts() const { return Config::TWO_PARTS && !p.rounds_queries && (p.dtype == Dtype::F32 || (IS_BF16 && p.dtype == Dtype::F16)); }
     // Calls take(panel, i, h, first, second) for the pairs of a thread's queries, in two parts.
     template <class Take> METHOD void each_query_pair(const WorkRange& range, Take take) {
         QueryRow row[2];
@@ -42,12 +51,7 @@ struct FloatTiles : Warpgroup {
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             float (&x)[Keys::PANELS][4] = elements[h];
-            float largest = rotate_row(x, lane).of_part[0];
-            // By a power of two, to below 2^14, which f16 holds.
-            int e = largest == 0.0f ? 0 : min(13 - exponent(largest), 126);
-            up[h] = exp2i(e);
-            float factor = p.log2_scale * (p.k_tensor_scales ? p.k_tensor_scales[range.kv_head] : 1.0f);
-            rows.scale[h] = fmaxf(factor * exp2i(-e / 2) * exp2i(e / 2 - e), 0x1p-126f);
+            lift_row(range, rotate_row(x, lane).of_part[0], up[h], rows.scale[h]);
 #pragma unroll
             for (int panel = 0; panel < Keys::PANELS; panel++)
 #pragma unroll
@@ -60,7 +64,7 @@ struct FloatTiles : Warpgroup {
     }
     METHOD void load_rows(const WorkRange& range) {
         find_rows(range);
-        has_low = Config::TWO_PARTS && !p.rounds_queries && (p.dtype == Dtype::F32 || (IS_BF16 && p.dtype == Dtype::F16));
+        has_low = are_in_two_parts();
         barrier_of<128>(WARPGROUP_BARRIER + warpgroup);  // products with the last queries are done
         u32 to = queries + (16 * warp + lane / 4) * 16 + 4 * (lane % 4);
         each_query_pair(range, [&](int panel, int i, int h, u32 first, u32) {
@@ -112,17 +116,17 @@ struct FloatTiles : Warpgroup {
             }
         }
     }
-    // Adds their products to those of the first parts, which are under way.
-    METHOD void multiply_low(const WorkRange& range, u64 keys, float (&s)[SUMS_OF_TILE]) const {
+    // Adds their products to those of the first parts, which are under way; keys(panel): where K's 16 dims of a panel begin.
+    template <class KeysAt> METHOD void multiply_low(const WorkRange& range, KeysAt keys, float (&s)[SUMS_OF_TILE]) const {
 #pragma unroll 1
         for (int first = 0; first < Keys::PANELS; first += LOW_PANELS) {
+            products_wait<0>();  // with the registers of `low`, too
+            products_landed(s);
             Low low;
             find_low(range, first, low);
-            products_wait<0>();
-            products_landed(s);
             products_begin();
 #pragma unroll
-            for (int n = 0; n < LOW_PANELS; n++) FloatProducts<IS_BF16, false>::multiply(s, low[n], matrices_behind(keys, dims_at(first + n)), true);
+            for (int n = 0; n < LOW_PANELS; n++) FloatProducts<IS_BF16, false>::multiply(s, low[n], keys(first + n), true);
             products_commit();
         }
     }
@@ -145,7 +149,7 @@ struct FloatTiles : Warpgroup {
 #pragma unroll
                 for (int i = 0; i < Keys::PANELS; i++) Product::multiply(s[t], low[i % LOW_PANELS], matrices_behind(b, t * 2 * SIDE_BYTES + dims_at(i)), true);
         products_commit();
-        if (HAS_LOW && !KEEPS_LOW) multiply_low(range, b, s[0]);
+        if (HAS_LOW && !KEEPS_LOW) multiply_low(range, [&](int panel) { return matrices_behind(b, dims_at(panel)); }, s[0]);
     }
     // `values`: where the first tile's V is.
     template <int TILES> METHOD void multiply_values(u32 values, const Weights<TILES>& weights) {
@@ -234,7 +238,7 @@ struct FloatTiles : Warpgroup {
     }
 
     // The two warpgroups of a team take turns with products, so that one weighs while the other multiplies. The first has the first turn.
-    static constexpr bool TAKES_TURNS = ATTN_BULK && Config::TEAM_WARPGROUPS > 1 && ARRIVALS == 1;
+    static constexpr bool TAKES_TURNS = ATTN_BULK && Config::TEAM_WARPGROUPS > 1 && !Config::IS_WIDE && ARRIVALS == 1;
     METHOD void take_turn() const {
         if (TAKES_TURNS) barrier_of<256>(TURN_BARRIER + warpgroup);
     }

@@ -1,7 +1,7 @@
 // many_rows.cu: attention of 9 and more query rows to each KV head, up to whole prompts, with products of a warpgroup (sm_90a).
 //
 // Grid      persistent, a CTA to each SM; a warpgroup of producers and two that attend 64 rows each: one team for 128 rows, or two of 64; integers of few
-//           rows have two of 32 (many_rows/warpgroup.cuh), wide rows one whose warpgroups share 64 (many_rows/wide.cuh).
+//           rows have two of 32 (many_rows/warpgroup.cuh), wide rows one whose warpgroups share 64 (many_rows/wide_integers.cuh, many_rows/wide_floats.cuh).
 // Split     work items, (query block, KV head): where there are enough to balance, teams take whole ones from a queue, else ranges of spans
 //           (many_rows/work.cuh).
 // Pipeline  each team has a ring of stages, which its producer warp fills (pipeline.cuh). Products read keys and values from there; codes of 4 bits
@@ -32,13 +32,13 @@ constexpr int ATTENDER_REGISTERS = !Config::UNPACKS ? 232 : INTEGER ? 224 : 200;
 static_assert(PRODUCER_REGISTERS + Config::WARPGROUPS * ATTENDER_REGISTERS <= (1 + Config::WARPGROUPS) * 168,
               "a CTA has no more than it starts with: a warpgroup would wait forever");
 
-template <bool IS_WIDE> struct AttenderOf {
+template <bool IS_WIDE_INTEGER> struct AttenderOf {
     using Type = RowAttender;
 };
 template <> struct AttenderOf<true> {
     using Type = WideAttender;
 };
-using Attender = AttenderOf<Config::IS_WIDE>::Type;
+using Attender = AttenderOf<INTEGER && Config::IS_WIDE>::Type;
 
 // Attends whole work items, and reserves the team's next ones.
 template <class Items> DEVICE void attend_items(Attender& self, Items& scheduler, int team) {

@@ -203,8 +203,8 @@ struct Unpacker {
 // Of latents: the barrier that is behind those of a ring, of its stage: a part's bytes are copied, but not turned.
 DEVICE u32 copied(const Ring& ring) { return ring.barriers + (2 * Config::STAGES + ring.stage) * 8; }
 
-// Calls keys(first tile, tile, end) and values(…, part) for each span of the team's ranges in the order in which parts are copied: all tiles of K, then all of V's first
-// part, and so on.
+// Calls keys(first tile, end) and values(…, part) for each span of the team's ranges in the order in which parts are copied: of integers all tiles of K, then all of V's
+// first part, and so on.
 template <class Begin, class Keys, class Values>
 DEVICE void each_part(const DecodeParams& p, Scheduler& scheduler, WorkRange& range, int lane, Begin begin, Keys keys, Values values) {
 #pragma unroll 1
@@ -223,7 +223,7 @@ DEVICE void each_part(const DecodeParams& p, Scheduler& scheduler, WorkRange& ra
 // Copies the team's spans in the order of its scheduler, each part of a tile to a stage.
 struct PartCopier : TileCopier<RangeSource> {
     static constexpr int ENTRIES = (1 << SPAN_SHIFT) * PageTable::ENTRIES / PageTable::TILES;  // of a span, which begins with a page: up to two for each lane
-    static constexpr int PART_PANELS = Keys::PANELS / Config::K_PARTS;
+    static constexpr int PANEL_DIMS = 128 / Keys::BITS, PART_PANELS = K_DIM / PANEL_DIMS / Config::K_PARTS;  // of 16 bytes
     u32 of_span[2];
 
     METHOD int entry_at(int tile) const { return PageTable::TILES > 1 ? tile / PageTable::TILES : tile * PageTable::ENTRIES; }
@@ -246,7 +246,7 @@ struct PartCopier : TileCopier<RangeSource> {
         const u32 barriers = ring.barriers;
         if (copies()) {
             // One of the two is for the bytes, and the other's phases go with it.
-            if (LATENTS) barrier_arrive(is_turned ? ring.full() : copied(ring));
+            if (Config::TURNERS) barrier_arrive(is_turned ? ring.full() : copied(ring));
             if (is_turned) ring.barriers = copied(ring) - ring.stage * 8;
             expect(bytes);
 #pragma unroll
@@ -258,8 +258,8 @@ struct PartCopier : TileCopier<RangeSource> {
 #endif
         ring.advance();
     }
-    // Panels of K, from the first on.
-    METHOD void copy_panels_of_keys(const u8* run, int first, int count, int n, u32 to) {
+    // Panels of a side that lies along the dims, from the first on.
+    METHOD void copy_panels_of(const u8* run, int first, int count, int n, u32 to) {
         const u8* panels = run + first * PAGE * 16;
         if (PAGE == TILE) copy(to, panels, count * TILE * 16);
         else copy_panels<16>(to, panels, count, n);
@@ -270,7 +270,7 @@ struct PartCopier : TileCopier<RangeSource> {
         for (int part = 0; part < Config::K_PARTS; part++) {
             const bool is_last = part + 1 == Config::K_PARTS;
             copy_part(p, first_tile, Stage::K_PART + (is_last ? Stage::WIDE_PARAMS : 0), false, [&](const u8* from, int n, u32 to) {
-                copy_panels_of_keys(from, part * PART_PANELS, PART_PANELS, n, to);
+                copy_panels_of(from, part * PART_PANELS, PART_PANELS, n, to);
                 if (!is_last) return;
                 if (EACH != 0) copy_panels<EACH>(to + Stage::K_PART, from + Run::K_PARAMS, Keys::GROUPS, n);
                 if (EACH_V != 0) copy_panels<EACH_V>(to + Stage::K_PART + PARAMS, from + Run::V_PARAMS, 1, n);
@@ -278,11 +278,11 @@ struct PartCopier : TileCopier<RangeSource> {
         }
     }
     METHOD void copy_values(const DecodeParams& p, int first_tile, int part) {
-        constexpr int PANEL_BYTES = V_DIM * 16, PART_BYTES = PANEL_BYTES / Config::V_PARTS;  // of 16 tokens
+        constexpr int PANEL_BYTES = V_DIM * 16, PART_BYTES = PANEL_BYTES / larger(Config::V_STAGES, 1);  // of 16 tokens
         copy_part(p, first_tile, Stage::V_PART, LATENTS, [&](const u8* from, int n, u32 to) {
-            if constexpr (LATENTS) {
-                constexpr int PANELS = Values::PANELS / Config::V_PARTS;
-                copy_panels_of_keys(from, part * PANELS, PANELS, n, to);
+            if constexpr (!V_LIES_ALONG_TOKENS) {
+                constexpr int PANELS = V_DIM / PANEL_DIMS / larger(Config::V_STAGES, 1);
+                copy_panels_of(from + Run::V_CODES, part * PANELS, PANELS, n, to);
                 return;
             }
             const u8* first = from + Run::V_CODES + in_page() / 16 * PANEL_BYTES + part * PART_BYTES;
@@ -305,11 +305,16 @@ struct PartCopier : TileCopier<RangeSource> {
                 appended = 0x7fffffff;
             }
 #pragma unroll 1
-            for (tile = first_tile; tile < end_tile; tile++) copy_keys(p, first_tile);
+            for (tile = first_tile; tile < end_tile; tile++) {
+                copy_keys(p, first_tile);
+                // Floats read a tile's V behind its K.
+#pragma unroll 1
+                for (int part = 0; !INTEGER && part < Config::V_STAGES; part++) copy_values(p, first_tile, part);
+            }
         };
         const auto values = [&](int first_tile, int end_tile, int part) {
 #pragma unroll 1
-            for (tile = first_tile; tile < end_tile; tile++) copy_values(p, first_tile, part);
+            for (tile = first_tile; INTEGER && tile < end_tile; tile++) copy_values(p, first_tile, part);
         };
         each_part(p, scheduler, range, lane, begin, keys, values);
     }
@@ -376,7 +381,7 @@ DEVICE void produce(const DecodeParams& p, const RowMaps* maps, const Scheduler&
         copier.ring = ring;
         copier.lane = lane;
         if (unpacker == 0) copier.copy_all(p, scheduler);
-        if constexpr (LATENTS)
+        if constexpr (Config::TURNERS > 0)
             if (unpacker > 0) Turner{ring, unpacker - 1, lane}.turn_all(p, scheduler);
         wait_for_dependencies();
         return;

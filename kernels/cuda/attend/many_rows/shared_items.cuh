@@ -91,7 +91,7 @@ struct SharedItemMerge {
         Arrival found = {0, 0};
         if (is_first_thread()) {
             u32* at = p.counters + item.index(p);
-            const int covered = Config::IS_WIDE || range.first > 0 ? 0 : range.end - 1;  // partials that the last one of the team's covers
+            const int covered = Config::LEAVES_EACH_SPAN || range.first > 0 ? 0 : range.end - 1;  // partials that the last one of the team's covers
             u32 add = ArrivalCount::of(range.end - range.first, covered, mine), before = count_release(at, add);
             if (ArrivalCount{before + add}.partials() == (u32)item.num_partials) found = on_arrival(p, item, before, add);
         }

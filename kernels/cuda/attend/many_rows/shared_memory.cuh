@@ -22,6 +22,9 @@ struct SpanMemory {
     };
 };
 
+constexpr int STATE_BYTES =
+    INTEGER ? +SpanMemory::BYTES : 64 * 8;  // of wide rows; of floats float [64 rows][2]: powers of two that queries were multiplied by, and scales of scores
+
 struct SharedMemory {
     // clang-format off: a table
     enum : int {
@@ -29,7 +32,7 @@ struct SharedMemory {
         UNPACKED_AT = STAGES_AT + Config::TEAMS * Config::STAGES * Stage::BYTES,                    // u8 [TEAMS][UNPACKED_STAGES][UNPACKED_BYTES]
         QUERIES = UNPACKED_AT + Config::TEAMS * Config::UNPACKED_STAGES * Config::UNPACKED_BYTES,   // [WARPGROUPS][panels of 16 bytes][64 rows]: s8, or the first parts of floats
         STATES = QUERIES + ROW_SETS * QUERY_BYTES,                                                  // of integers: float4 [WARPGROUPS][V_DIM / 8][128 threads]: O of a span; wide: SpanMemory
-        THRESHOLDS = STATES + (Config::IS_WIDE ? +SpanMemory::BYTES : INTEGER ? Config::WARPGROUPS * 64 * V_DIM * 4 : 0),  // of integers: float [TILE]
+        THRESHOLDS = STATES + (Config::IS_WIDE ? STATE_BYTES : INTEGER ? Config::WARPGROUPS * 64 * V_DIM * 4 : 0),  // of integers: float [TILE]
         SCALES = THRESHOLDS + (INTEGER ? TILE * 4 : 0),                                             // of values in bytes: float [WARPGROUPS][4 warps][TILE]
         BARRIERS = SCALES + (INTEGER && !Values::HAS_NIBBLES ? Config::WARPGROUPS * 4 * TILE * 4 : 0),  // u64 [TEAMS][2][STAGES], then [TEAMS][2][UNPACKED_STAGES]: full, empty
         COPIED = BARRIERS + Config::TEAMS * (Config::STAGES + Config::UNPACKED_STAGES) * 16,        // of latents: u64 [STAGES][2], one of which is unused

@@ -14,7 +14,7 @@
 namespace attn {
 
 constexpr int SIDE_BYTES = Config::UNPACKS ? Config::UNPACKED_BYTES : Stage::BYTES;  // of the stages that floats are read from
-static_assert(INTEGER || (Config::UNPACKS ? Config::UNPACKED_STAGES : Config::STAGES) % (2 * Config::FLOAT_STEP) == 0,
+static_assert(INTEGER || Config::IS_WIDE || (Config::UNPACKS ? Config::UNPACKED_STAGES : Config::STAGES) % (2 * Config::FLOAT_STEP) == 0,
               "a step's stages lie side by side: select.rs");
 constexpr int SUMS_OF_TILE = TILE / 2, ELEMENTS = Config::PART_DIMS / 2;  // of a thread: scores, and dims of O
 constexpr int WARPGROUP_DIMS = Config::PART_DIMS * Config::V_PARTS;       // of V

@@ -1,6 +1,6 @@
 // The warpgroups of a team of many_rows.cu attend wide rows, which they share: the states of rows, and their results (sections 6 and 7 of docs/arithmetic.md).
 #pragma once
-#include "attend/many_rows/wide.cuh"
+#include "attend/many_rows/wide_integers.cuh"
 
 namespace attn {
 

@@ -8,9 +8,9 @@
 
 namespace attn {
 
-static_assert(!Config::IS_WIDE || GROUP_PANELS % 2 == 0, "a product is of one group");
-static_assert(!Config::IS_WIDE || (Keys::BITS == 8 && Values::BITS == 8 && Keys::PANELS % (2 * Config::K_PARTS) == 0), "select.rs");
-static_assert(!Config::IS_WIDE || Config::MERGE_THREADS == SPAN * 64, "a thread has a segment of a row: find_factors");
+static_assert(!INTEGER || !Config::IS_WIDE || GROUP_PANELS % 2 == 0, "a product is of one group");
+static_assert(!INTEGER || !Config::IS_WIDE || (Keys::BITS == 8 && Values::BITS == 8 && Keys::PANELS % (2 * Config::K_PARTS) == 0), "select.rs");
+static_assert(!INTEGER || !Config::IS_WIDE || Config::MERGE_THREADS == SPAN * 64, "a thread has a segment of a row: find_factors");
 
 struct WideTiles : IntegerRows {
     // Of shared memory: of SpanMemory, and what lies there for a tile's row.

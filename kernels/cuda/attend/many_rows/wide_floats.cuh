@@ -1,0 +1,180 @@
+// Tiles of many_rows.cu in floats, of wide rows: floats.cuh where the state of 64 rows of all of V's dims does not fit into the registers of a warpgroup.
+//
+// Both warpgroups of a team have the same 64 rows. Each multiplies the queries with all of K, weighs, and multiplies the weights with its own half of V's dims. They exchange
+// nothing but queries, so that one weighs while the other multiplies.
+#pragma once
+#include "attend/many_rows/floats.cuh"
+
+namespace attn {
+
+struct WideFloatTiles : FloatTiles {
+    static constexpr int PART_PANELS = Keys::PANELS / Config::K_PARTS;  // of 16 dims
+
+    METHOD int thread_row(int h) const { return first_row + lane / 4 + 8 * h; }
+    METHOD u32 row_place(int row) const { return state + row * 8; }
+
+    // Calls take(panel, elements) for some panels of a row at a time, as registers do not hold all.
+    static constexpr int PANELS_AT_ONCE = Keys::PANELS % 4 == 0 ? Keys::PANELS / 4 : Keys::PANELS;
+    template <class Take> METHOD void each_panels(const QueryRow& row, Take take) const {
+#pragma unroll 1
+        for (int first = 0; first < Keys::PANELS; first += PANELS_AT_ONCE) {
+            float x[PANELS_AT_ONCE][4];
+#pragma unroll
+            for (int n = 0; n < PANELS_AT_ONCE; n++) {
+                const int dim = (first + n) * 16 + 2 * (lane % 4);
+                if (row.dtype == Dtype::F32) row.template pairs<false>(dim, x[n]);
+                else row.template pairs<true>(dim, x[n]);
+            }
+            take(first, x);
+        }
+    }
+    // Each warpgroup loads half of the rows, which both read.
+    METHOD void load_rows(const WorkRange& range) {
+        find_rows(range);
+        has_low = are_in_two_parts();
+        team_barrier();  // products with the last queries are done
+        const int row = thread_row(warpgroup);
+        const QueryRow from = unscaled_row(range, warpgroup);
+        float largest = 0.0f, of_row[2];
+        each_panels(from, [&](int, float (&x)[PANELS_AT_ONCE][4]) {
+#pragma unroll
+            for (int n = 0; n < PANELS_AT_ONCE; n++)
+#pragma unroll
+                for (int i = 0; i < 4; i++) largest = fmaxf(largest, fabsf(x[n][i]));
+        });
+        lift_row(range, quad_max(largest), of_row[0], of_row[1]);
+        const u32 to = queries + row * 16 + 4 * (lane % 4);
+        each_panels(from, [&](int panel, float (&x)[PANELS_AT_ONCE][4]) {
+#pragma unroll
+            for (int n = 0; n < PANELS_AT_ONCE; n++)
+#pragma unroll
+                for (int i = 0; i < 2; i++) {
+                    u32 first, second;
+                    split_pair<IS_BF16>(x[n][2 * i] * of_row[0], x[n][2 * i + 1] * of_row[0], first, second);
+                    sts32(to + (2 * (panel + n) + i) * 64 * 16, first);
+                }
+        });
+        if (lane % 4 == 0) sts64(row_place(row), of_row[0], of_row[1]);
+        fence_async();
+        team_barrier();
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            const uint2 x = lds64(row_place(thread_row(h)));
+            up[h] = bits_float(x.x);
+            rows.scale[h] = bits_float(x.y);
+        }
+    }
+
+    METHOD void release(const Ring& stage) const {
+        __syncwarp();
+        if (lane < ARRIVALS) barrier_arrive(stage.empty());
+    }
+    // Waits for a stage that the other warpgroup reads, and passes it on.
+    METHOD void pass(const Ring& stage) const {
+        stage.wait();
+        release(stage);
+    }
+    // Products of the queries with a tile's K, whose stages come next.
+    template <bool HAS_LOW> METHOD void multiply_keys(const WorkRange& range, float (&s)[SUMS_OF_TILE]) const {
+        const u64 q = matrices(same_for_all(queries), 64 * 16);
+        u64 keys[Config::K_PARTS];
+        Ring next = ring;
+#pragma unroll
+        for (int part = 0; part < Config::K_PARTS; part++) {
+            keys[part] = matrices(same_for_all(next.wait()), TILE * 16);
+            next.advance();
+            products_begin();
+#pragma unroll
+            for (int i = 0; i < PART_PANELS; i++) {
+                const int panel = part * PART_PANELS + i;
+                FloatProducts<IS_BF16, false>::multiply_shared(s, matrices_behind(q, panel * 2 * 64 * 16), matrices_behind(keys[part], dims_at(i)), panel > 0);
+            }
+        }
+        products_commit();
+        if constexpr (HAS_LOW)
+            multiply_low(range, [&](int panel) { return matrices_behind(keys[Config::K_PARTS > 1 && panel >= PART_PANELS], dims_at(panel % PART_PANELS)); }, s);
+    }
+    // Products of the weights with the warpgroup's dims of V, which begin at `at`.
+    METHOD void multiply_values(u32 at, const Weights<1>& weights) {
+        const u64 v = matrices(at, 128, TILE * 16);
+        products_begin();
+#pragma unroll
+        for (int i = 0; i < TILE / 16; i++) FloatProducts<IS_BF16, true>::multiply(o, weights[i], matrices_behind(v, i * 16 * 16), true);
+        products_commit();
+    }
+    // As of floats that are not wide, in the warpgroup's dims. Where these are K's, too, scores of such tokens are hidden.
+    METHOD void clear_missing(u32 at, int tokens) const {
+        if (tokens >= TILE) return;
+#pragma unroll 1
+        for (int i = threadIdx.x % 128; i < Config::PART_DIMS / 8 * TILE; i += 128)
+            if (i % TILE >= tokens) sts128(at + i * 16, {0.0f, 0.0f, 0.0f, 0.0f});
+        fence_async();
+        barrier_of<128>(WARPGROUP_BARRIER + warpgroup);
+    }
+    // A tile's stage with the warpgroup's dims of V, of those that come next, and the stage with the other's.
+    METHOD Ring stage_of(int part) const {
+        Ring found = ring;
+        found.advance(LATENTS ? 0 : part);
+        return found;
+    }
+    METHOD u32 values_at(const Ring& stage) const { return stage.at() + (LATENTS ? warpgroup * (Config::PART_DIMS / 8 * TILE * 16) : 0); }
+
+    // Adds the tile that comes next. Products with V are under way behind it, and `held` is that V's stage; before it, if `is_held`, that of the last such products.
+    template <bool HAS_LOW> METHOD void add_tile(const WorkRange& range, int index, Weights<1>& weights, Ring& held, bool& is_held) {
+        Scores<1> s;
+        multiply_keys<HAS_LOW>(range, s[0]);
+        products_wait<0>();
+        products_landed(o);
+        products_landed(s[0]);
+        if (is_held) release(held);
+        if (!LATENTS) release_stages(ring, Config::K_PARTS, lane);
+        weigh<1>(s, index, weights);
+        held = stage_of(warpgroup);
+        held.wait();
+        const u32 at = same_for_all(values_at(held));
+        clear_missing(at, range.kv_len - index * TILE);
+        multiply_values(at, weights);
+        is_held = ATTN_BULK;
+        if (!ATTN_BULK) release(held);  // these products have been waited for
+        if (!LATENTS) pass(stage_of(1 - warpgroup));
+        ring.advance();
+        if (!LATENTS) ring.advance();
+    }
+    template <bool HAS_LOW> METHOD void add_tiles(const WorkRange& range, int index, int end) {
+        Weights<1> weights;
+        Ring held = ring;
+        bool is_held = false;
+#pragma unroll 1
+        for (; index < end; index++) add_tile<HAS_LOW>(range, index, weights, held, is_held);
+        products_wait<0>();
+        products_landed(o);
+        if (is_held) release(held);
+    }
+    // Waits for the stages of tiles and passes them on.
+    METHOD void pass_tiles(const WorkRange& range, int index, int end) {
+#pragma unroll 1
+        for (; index < end; index++) {
+            for (int part = 0; !LATENTS && part < Config::K_PARTS; part++) {
+                pass(ring);
+                ring.advance();
+            }
+            const Ring own = stage_of(warpgroup);
+            own.wait();
+            clear_missing(values_at(own), range.kv_len - index * TILE);
+            release(own);
+            if (!LATENTS) pass(stage_of(1 - warpgroup));
+            ring.advance();
+            if (!LATENTS) ring.advance();
+        }
+    }
+    // A span's state: as of floats that are not wide.
+    METHOD void attend_span(const WorkRange& range, int index, int end) {
+        clear();
+        if (!multiplies()) return pass_tiles(range, index, end);
+        has_low ? add_tiles<true>(range, index, end) : add_tiles<false>(range, index, end);
+#pragma unroll
+        for (int h = 0; h < 2; h++) l[h] = quad_sum(l[h]);
+    }
+};
+
+}  // namespace attn
