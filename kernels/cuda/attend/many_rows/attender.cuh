@@ -16,7 +16,7 @@ template <> struct TilesOf<false, true> {
 };
 
 struct RowAttender : TilesOf<INTEGER, Config::IS_WIDE>::Type {
-    static constexpr bool LEAVES_ALL = Config::LEAVES_EACH_SPAN && !Config::WHOLE_ITEMS;
+    static constexpr bool MERGES_ROWS = Config::WHOLE_ITEMS || !Config::LEAVES_EACH_SPAN;
     static constexpr int AT_ONCE = Config::IS_WIDE ? 4 : ELEMENTS / 4;  // pairs of a row that are written at once: registers bind where the state is large
 
     METHOD void write_rows(const WorkRange& range) const {
@@ -38,27 +38,28 @@ struct RowAttender : TilesOf<INTEGER, Config::IS_WIDE>::Type {
         }
     }
 
-    // Attends spans of a work item, whose rows are loaded. Writes the rows and returns false if these are all of its spans, and no partials are to be left; else writes
-    // partials and returns true.
+    // Attends spans of a work item, whose rows are loaded. Writes the rows and returns false if these are all of its spans, and need no merge at the end; else leaves partials
+    // and returns true.
     METHOD bool attend(const WorkRange& range) {
         RowState row;
-        int first_span = Config::WHOLE_ITEMS ? 0 : range.first, last = range.end - 1;
+        const int first_span = Config::WHOLE_ITEMS ? 0 : range.first, last = range.end - 1;
+        const bool leaves_each = !Config::WHOLE_ITEMS && (Config::LEAVES_EACH_SPAN ? range.num_spans > 1 : first_span > 0);
 #pragma unroll 1
         for (int span_index = first_span; span_index <= last; span_index++) {
             int index = span_index << range.span_shift;
             attend_span(range, index, min(range.num_tiles, index + (1 << range.span_shift)));
-            if (LEAVES_ALL || first_span > 0) {
+            if (leaves_each) {
                 write_partial(range, span_index);
                 continue;
             }
-            if (span_index > 0) merge_row(row);
-            if (span_index < last) keep_row(row);
+            if (MERGES_ROWS && span_index > 0) merge_row(row);
+            if (MERGES_ROWS && span_index < last) keep_row(row);
         }
-        if (Config::WHOLE_ITEMS || (!LEAVES_ALL && range.is_all())) {
+        if (Config::WHOLE_ITEMS || (!leaves_each && range.is_all())) {
             write_rows(range);
             return false;
         }
-        if (!LEAVES_ALL && first_span == 0) write_partial(range, last);
+        if (!leaves_each) write_partial(range, last);
         return true;
     }
 };

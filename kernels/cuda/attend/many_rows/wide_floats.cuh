@@ -13,20 +13,66 @@ struct WideFloatTiles : FloatTiles {
     METHOD int thread_row(int h) const { return first_row + lane / 4 + 8 * h; }
     METHOD u32 row_place(int row) const { return state + row * 8; }
 
-    // Calls take(panel, elements) for some panels of a row at a time, as registers do not hold all.
-    static constexpr int PANELS_AT_ONCE = Keys::PANELS % 4 == 0 ? Keys::PANELS / 4 : Keys::PANELS;
-    template <class Take> METHOD void each_panels(const QueryRow& row, Take take) const {
-#pragma unroll 1
-        for (int first = 0; first < Keys::PANELS; first += PANELS_AT_ONCE) {
-            float x[PANELS_AT_ONCE][4];
+    // A row of queries by four lanes: chunks of eight elements, every fourth of which is a lane's.
+    static constexpr int ROW_CHUNKS = K_DIM / 8, CHUNKS = (ROW_CHUNKS + 3) / 4;
+    struct Chunk {
+        float x[8];
+
+        METHOD float largest() const {
+            float found = 0.0f;
 #pragma unroll
-            for (int n = 0; n < PANELS_AT_ONCE; n++) {
-                const int dim = (first + n) * 16 + 2 * (lane % 4);
-                if (row.dtype == Dtype::F32) row.template pairs<false>(dim, x[n]);
-                else row.template pairs<true>(dim, x[n]);
-            }
-            take(first, x);
+            for (int i = 0; i < 8; i++) found = fmaxf(found, fabsf(x[i]));
+            return found;
         }
+        METHOD void store(u32 to, float up) const {
+            u32 words[4], rest;
+#pragma unroll
+            for (int i = 0; i < 4; i++) split_pair<IS_BF16>(x[2 * i] * up, x[2 * i + 1] * up, words[i], rest);
+            sts128(to, {bits_float(words[0]), bits_float(words[1]), bits_float(words[2]), bits_float(words[3])});
+        }
+    };
+    METHOD bool has_chunk(int i) const { return ROW_CHUNKS % 4 == 0 || 4 * i + lane % 4 < ROW_CHUNKS; }
+    // Leaves a row's first parts in shared memory, all of whose loads are under way together; gives the power of two that it was multiplied by, and the scale of its scores.
+    // Of 16-bit queries registers hold all; others are loaded twice.
+    template <bool NARROW> METHOD float2 store_row(const WorkRange& range, const QueryRow& from, u32 to) const {
+        const u8* mine = from.row + lane % 4 * (NARROW ? 16 : 32);
+        uint4 words[NARROW ? CHUNKS : 1];
+        if (NARROW)
+#pragma unroll
+            for (int i = 0; i < CHUNKS; i++)
+                if (has_chunk(i)) words[i % (NARROW ? CHUNKS : 1)] = *(const uint4*)(mine + i * 64);
+        auto chunk = [&](int i) {
+            Chunk c;
+            if constexpr (NARROW) {
+                const u32 of[4] = {words[i].x, words[i].y, words[i].z, words[i].w};
+#pragma unroll
+                for (int n = 0; n < 4; n++) {
+                    const float2 pair = widen_pair(of[n], from.dtype);
+                    c.x[2 * n] = pair.x * from.factor;
+                    c.x[2 * n + 1] = pair.y * from.factor;
+                }
+            } else {
+#pragma unroll
+                for (int n = 0; n < 2; n++) {
+                    const float4 four = *(const float4*)(mine + i * 128 + n * 16);
+                    const float of[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+                    for (int e = 0; e < 4; e++) c.x[4 * n + e] = of[e] * from.factor;
+                }
+            }
+            return c;
+        };
+        constexpr int UNROLL = NARROW ? CHUNKS : 2;
+        float largest = 0.0f;
+#pragma unroll UNROLL
+        for (int i = 0; i < CHUNKS; i++)
+            if (has_chunk(i)) largest = fmaxf(largest, chunk(i).largest());
+        float up, scale;
+        lift_row(range, quad_max(largest), up, scale);
+#pragma unroll UNROLL
+        for (int i = 0; i < CHUNKS; i++)
+            if (has_chunk(i)) chunk(i).store(to + (4 * i + lane % 4) * 64 * 16, up);
+        return make_float2(up, scale);
     }
     // Each warpgroup loads half of the rows, which both read.
     METHOD void load_rows(const WorkRange& range) {
@@ -35,26 +81,9 @@ struct WideFloatTiles : FloatTiles {
         team_barrier();  // products with the last queries are done
         const int row = thread_row(warpgroup);
         const QueryRow from = unscaled_row(range, warpgroup);
-        float largest = 0.0f, of_row[2];
-        each_panels(from, [&](int, float (&x)[PANELS_AT_ONCE][4]) {
-#pragma unroll
-            for (int n = 0; n < PANELS_AT_ONCE; n++)
-#pragma unroll
-                for (int i = 0; i < 4; i++) largest = fmaxf(largest, fabsf(x[n][i]));
-        });
-        lift_row(range, quad_max(largest), of_row[0], of_row[1]);
-        const u32 to = queries + row * 16 + 4 * (lane % 4);
-        each_panels(from, [&](int panel, float (&x)[PANELS_AT_ONCE][4]) {
-#pragma unroll
-            for (int n = 0; n < PANELS_AT_ONCE; n++)
-#pragma unroll
-                for (int i = 0; i < 2; i++) {
-                    u32 first, second;
-                    split_pair<IS_BF16>(x[n][2 * i] * of_row[0], x[n][2 * i + 1] * of_row[0], first, second);
-                    sts32(to + (2 * (panel + n) + i) * 64 * 16, first);
-                }
-        });
-        if (lane % 4 == 0) sts64(row_place(row), of_row[0], of_row[1]);
+        const u32 to = queries + row * 16;
+        const float2 of_row = from.dtype == Dtype::F32 ? store_row<false>(range, from, to) : store_row<true>(range, from, to);
+        if (lane % 4 == 0) sts64(row_place(row), of_row.x, of_row.y);
         fence_async();
         team_barrier();
 #pragma unroll
@@ -124,9 +153,7 @@ struct WideFloatTiles : FloatTiles {
         Scores<1> s;
         multiply_keys<HAS_LOW>(range, s[0]);
         products_wait<0>();
-        products_landed(o);
         products_landed(s[0]);
-        if (is_held) release(held);
         if (!LATENTS) release_stages(ring, Config::K_PARTS, lane);
         weigh<1>(s, index, weights);
         held = stage_of(warpgroup);
@@ -134,8 +161,9 @@ struct WideFloatTiles : FloatTiles {
         const u32 at = same_for_all(values_at(held));
         clear_missing(at, range.kv_len - index * TILE);
         multiply_values(at, weights);
-        is_held = ATTN_BULK;
-        if (!ATTN_BULK) release(held);  // these products have been waited for
+        products_wait<0>();
+        products_landed(o);
+        release(held);
         if (!LATENTS) pass(stage_of(1 - warpgroup));
         ring.advance();
         if (!LATENTS) ring.advance();
