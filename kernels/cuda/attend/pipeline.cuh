@@ -299,10 +299,11 @@ template <class Source> struct TileCopier {
         else copy_panels<BITS == 4 ? 8 : 16>(to, side, BITS == 16 ? 2 * Side::PANELS : Side::PANELS, n);
         if constexpr (EACH != 0) copy_panels<EACH>(to + Side::codes(TILE), side + Side::codes(PAGE), Side::GROUPS, n);
     }
-    // A tile of strided rows: by the copy engine where all tokens exist, one instruction for as many bytes of each row as its swizzle spans,
+    // Part `part` of PARTS of a tile's strided rows: by the copy engine where all tokens exist, one instruction for as many bytes of each row as its swizzle spans,
     // and for each page; else in 16-byte chunks, with neighbouring lanes side by side in a row, and tokens past the end repeating the last one.
-    template <class Side> METHOD void copy_rows(const long long* map, const u8* codes, const long long* strides) {
-        constexpr int ROW = Side::codes(1), SWIZZLE = swizzle_of(ROW);
+    template <class Side, int PARTS = 1> METHOD void copy_rows(const long long* map, const u8* codes, const long long* strides, int part = 0) {
+        constexpr int ROW = Side::codes(1) / PARTS, SWIZZLE = swizzle_of(Side::codes(1));
+        static_assert(ROW % SWIZZLE == 0 || PARTS == 1 || PAGE != 0, "select.rs: a part is made of what the swizzle spans");
         int kv_head = source.kv_head(), left = source.kv_len() - tile * TILE;
         bool is_whole = ATTN_BULK && left >= TILE && maps->are_set;
 #if ATTN_BULK
@@ -316,11 +317,11 @@ template <class Source> struct TileCopier {
             for (int n = 0; n < PageTable::ENTRIES; n++)
 #pragma unroll
                 for (int at = 0; at < ROW; at += SWIZZLE)
-                    copy_box(ring.at() + at * TILE + n * (TILE / PageTable::ENTRIES) * SWIZZLE, map, at, place_of(0), kv_head, places[n], ring.full());
+                    copy_box(ring.at() + at * TILE + n * (TILE / PageTable::ENTRIES) * SWIZZLE, map, part * ROW + at, place_of(0), kv_head, places[n], ring.full());
         }
 #endif
         if (is_whole) return;
-        copy_chunks<SWIZZLE>(codes + kv_head * strides[1], strides, ROW / 16, left);
+        copy_chunks<SWIZZLE>(codes + kv_head * strides[1] + part * ROW, strides, ROW / 16, left);
         if (ATTN_BULK && Config::PRODUCTS_READ_STAGES) {
             copy_async_wait();
             fence_async();

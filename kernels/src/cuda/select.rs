@@ -240,8 +240,12 @@ impl Shape {
                 },
             ),
         };
+        // The copy engine has a part of rows as a multiple of what its widest swizzle spans.
+        let is_of_boxes = |dim: usize, parts: usize| (2 * dim).is_multiple_of(128 * parts);
+        let has_layout = !self.layout.is_rows()
+            || !is_integer && is_of_boxes(k_dim, k_parts) && is_of_boxes(v_dim, v_parts);
         let few = self.is_few_of_split_kv(shared_limit);
-        if few || !has_dims || !is_covered || self.layout.is_rows() {
+        if few || !has_dims || !is_covered || !has_layout {
             return None;
         }
         (least..=12)
@@ -343,6 +347,8 @@ pub fn many_rows(
         _ => few,
     };
     let are_many = match has_wide_rows(format, problem.head_dim) {
+        // Nothing else has floats of so many dims.
+        true if !format.is_integer() => true,
         true => shape
             .wide_us(problem, limits)
             .is_some_and(|us| us.split_kv.is_none_or(|split_kv| us.many_rows < split_kv)),
@@ -427,7 +433,8 @@ pub(crate) fn dequantized_as(
         .all(|side| matches!(side, Scheme::Fp8E4m3 | Scheme::F16));
     // Rows are written with as many dims of V as of K, pages with those that `many_rows.cu` covers.
     let pages = KvLayout::Pages(DEQUANTIZED_PAGE);
-    let has_dims = problem.head_dim.one().is_some()
+    let are_alike = problem.head_dim.one().is_some();
+    let has_dims = are_alike
         || !layout.is_rows()
             && Shape::new(problem, f16, pages)
                 .many_rows(shared_limit)
@@ -438,9 +445,10 @@ pub(crate) fn dequantized_as(
         // Small pages take many copies to a tile.
         KvLayout::Pages(tokens) => tokens < DEQUANTIZED_PAGE,
         // Without a copy engine rows take a copy for each of a token's 16 bytes; with one, a few for each page.
-        KvLayout::Rows => is_16_bit && shared_limit < BULK_SHARED,
+        KvLayout::Rows => is_16_bit && are_alike && shared_limit < BULK_SHARED,
         KvLayout::PagedRows(tokens) => {
-            is_16_bit && (tokens < DEQUANTIZED_PAGE || shared_limit < BULK_SHARED)
+            let are_slow = tokens < DEQUANTIZED_PAGE || shared_limit < BULK_SHARED;
+            is_16_bit && are_alike && are_slow
         }
     };
     let attended = match becomes_f16 {
@@ -496,7 +504,8 @@ pub fn select(
         .or(chosen.map(|(config, _)| config))
         .or(split_kv)
         .or(at_last)?;
-    let wide = has_wide_rows(format, problem.head_dim).then(|| shape.wide_us(problem, limits));
+    let is_estimated = format.is_integer() && has_wide_rows(format, problem.head_dim);
+    let wide = is_estimated.then(|| shape.wide_us(problem, limits));
     let wide = wide.flatten();
     let split_kv_us = wide.as_ref().map_or(Some(us), |wide| wide.split_kv);
     let candidates = [

@@ -290,6 +290,26 @@ struct PartCopier : TileCopier<RangeSource> {
             for (int i = 0; i < PIECE / 16; i++) copy(to + (n * (PIECE / 16) + i) * PART_BYTES, first + i * PANEL_BYTES, PART_BYTES);
         });
     }
+    // Part after part of the tile's strided rows.
+    template <class Side, int PARTS> METHOD void copy_parts_of_rows(const long long* map, const u8* codes, const long long* strides) {
+#pragma unroll 1
+        for (int part = 0; part < PARTS; part++) {
+            barrier_wait(ring.empty(), ring.phase ^ 1);
+            copy_rows<Side, PARTS>(map, codes, strides, part);
+            copy_async_arrive(ring.full());
+            ring.advance();
+        }
+    }
+    METHOD void copy_rows_of_tiles(const DecodeParams& p, int first_tile, int end_tile) {
+        known = 32;
+#pragma unroll 1
+        for (tile = first_tile; tile < end_tile; tile++) {
+            if (known == 32) load_page_indices(p);
+            copy_parts_of_rows<Keys, Config::K_PARTS>(maps->k, p.k, p.k_strides);
+            copy_parts_of_rows<Values, larger(Config::V_STAGES, 1)>(maps->v, p.v, p.v_strides);
+            known += PageTable::ENTRIES;
+        }
+    }
     METHOD void copy_all(const DecodeParams& p, Scheduler scheduler) {
         static_assert(WINDOW == 0 || !Config::IS_WIDE, "select.rs");
         WorkRange& range = source.range;
@@ -299,6 +319,7 @@ struct PartCopier : TileCopier<RangeSource> {
             prefetch_queries(p, range, lane);
         };
         const auto keys = [&](int first_tile, int end_tile) {
+            if constexpr (PAGE == 0) return copy_rows_of_tiles(p, first_tile, end_tile);
             load_span(p, first_tile);
             if (end_tile > appended) {
                 wait_for_dependencies();
@@ -380,6 +401,8 @@ DEVICE void produce(const DecodeParams& p, const RowMaps* maps, const Scheduler&
         PartCopier copier;
         copier.ring = ring;
         copier.lane = lane;
+        copier.step = 1;
+        copier.maps = maps;
         if (unpacker == 0) copier.copy_all(p, scheduler);
         if constexpr (Config::TURNERS > 0)
             if (unpacker > 0) Turner{ring, unpacker - 1, lane}.turn_all(p, scheduler);

@@ -103,6 +103,9 @@ struct WideFloatTiles : FloatTiles {
         stage.wait();
         release(stage);
     }
+    // K of a part, and the warpgroup's dims of V.
+    DEVICE u64 keys_at(u32 at) { return IN_ROWS ? swizzled_matrices<SWIZZLE>(at, 16) : matrices(at, TILE * 16); }
+    DEVICE u64 values_of(u32 at) { return IN_ROWS ? swizzled_matrices<SWIZZLE>(at, TILE * SWIZZLE) : matrices(at, 128, TILE * 16); }
     // Products of the queries with a tile's K, whose stages come next.
     template <bool HAS_LOW> METHOD void multiply_keys(const WorkRange& range, float (&s)[SUMS_OF_TILE]) const {
         const u64 q = matrices(same_for_all(queries), 64 * 16);
@@ -110,7 +113,7 @@ struct WideFloatTiles : FloatTiles {
         Ring next = ring;
 #pragma unroll
         for (int part = 0; part < Config::K_PARTS; part++) {
-            keys[part] = matrices(same_for_all(next.wait()), TILE * 16);
+            keys[part] = keys_at(same_for_all(next.wait()));
             next.advance();
             products_begin();
 #pragma unroll
@@ -125,15 +128,15 @@ struct WideFloatTiles : FloatTiles {
     }
     // Products of the weights with the warpgroup's dims of V, which begin at `at`.
     METHOD void multiply_values(u32 at, const Weights<1>& weights) {
-        const u64 v = matrices(at, 128, TILE * 16);
+        const u64 v = values_of(at);
         products_begin();
 #pragma unroll
-        for (int i = 0; i < TILE / 16; i++) FloatProducts<IS_BF16, true>::multiply(o, weights[i], matrices_behind(v, i * 16 * 16), true);
+        for (int i = 0; i < TILE / 16; i++) FloatProducts<IS_BF16, true>::multiply(o, weights[i], matrices_behind(v, i * 16 * (IN_ROWS ? SWIZZLE : 16)), true);
         products_commit();
     }
     // As of floats that are not wide, in the warpgroup's dims. Where these are K's, too, scores of such tokens are hidden.
     METHOD void clear_missing(u32 at, int tokens) const {
-        if (tokens >= TILE) return;
+        if (IN_ROWS || tokens >= TILE) return;  // rows of a sequence's last token fill up its tile
 #pragma unroll 1
         for (int i = threadIdx.x % 128; i < Config::PART_DIMS / 8 * TILE; i += 128)
             if (i % TILE >= tokens) sts128(at + i * 16, {0.0f, 0.0f, 0.0f, 0.0f});

@@ -89,10 +89,18 @@ impl Shapes {
             self.add(case)?;
         }
         for case in wide_rows() {
-            let layout = KvLayout::Pages(case.page_size);
-            self.add_many_rows(&case, layout, PlanKind::Known)?;
-            if case.problem.max_q_len() > 1 {
-                self.add_many_rows(&case, layout, PlanKind::Ragged)?;
+            let layouts = match case.is_view() {
+                true => vec![KvLayout::Rows, KvLayout::PagedRows(16)],
+                false => vec![KvLayout::Pages(case.page_size)],
+            };
+            for layout in layouts {
+                self.add_many_rows(&case, layout, PlanKind::Known)?;
+                if case.problem.max_q_len() > 1 {
+                    self.add_many_rows(&case, layout, PlanKind::Ragged)?;
+                }
+            }
+            if !case.format.is_integer() {
+                self.jobs.extend(without_copy_engine(&case)?);
             }
         }
         for case in short_ones() {

@@ -121,6 +121,10 @@ pub(super) fn short_ones() -> Vec<Case> {
     .collect()
 }
 
+/// In place of a page's tokens: rows of other engines, head after head or token after token.
+const BY_HEADS: usize = 0;
+const BY_TOKENS: usize = 1;
+
 /// Shapes of wide rows in `many_rows.cu`: parts of K and of V, row blocks, spans that several teams have, whole work items, pages of every size, masks.
 pub(super) fn wide_rows() -> Vec<Case> {
     let same = HeadDim::same;
@@ -179,6 +183,37 @@ pub(super) fn wide_rows() -> Vec<Case> {
             "int8-plain-latents",
         ),
         (32, [12, 1], same(128), &[130; 40], &[1; 40], "int8-latents"),
+        // Floats of more than 256 dims: latents, both sides apart, unlike ones, whole work items, spans in many teams, pages of every size, rows of other engines.
+        (
+            64,
+            [16, 1],
+            latents,
+            &[1100, 70, 0],
+            &[1, 1, 1],
+            "bf16-latents",
+        ),
+        (128, [20, 1], latents, &[140, 64], &[4, 1], "f16-latents"),
+        (
+            16,
+            [12, 1],
+            (320, 256).into(),
+            &[130; 40],
+            &[1; 40],
+            "bf16-latents",
+        ),
+        (64, [4, 1], same(512), &[1100, 70], &[20, 3], "bf16"),
+        (32, [6, 2], latents, &[70, 130, 0], &[3, 1, 0], "bf16"),
+        (128, [4, 1], same(320), &[200, 70], &[17, 1], "f16"),
+        (16, [12, 1], (64, 320).into(), &[130; 40], &[1; 40], "f16"),
+        (BY_HEADS, [4, 1], same(512), &[200, 70], &[20, 3], "bf16"),
+        (
+            BY_TOKENS,
+            [6, 2],
+            (512, 256).into(),
+            &[130, 5],
+            &[3, 1],
+            "f16",
+        ),
     ];
     let mut all: Vec<Case> = shapes
         .into_iter()
@@ -187,8 +222,12 @@ pub(super) fn wide_rows() -> Vec<Case> {
             let format = format.parse().expect("a format's name");
             let mut case = Case::new(heads, dim, kv_lens, format);
             case.problem.q_lens = q_lens.to_vec();
-            (case.build, case.page_size) = (Build::AtOnce, page_size);
             case.seed = i as u64;
+            match page_size {
+                BY_HEADS => case.build = Build::Bnsh,
+                BY_TOKENS => case.build = Build::Bsnh,
+                pages => (case.build, case.page_size) = (Build::AtOnce, pages),
+            }
             case
         })
         .collect();
