@@ -213,7 +213,7 @@ impl Shape {
 
     /// The configuration of `many_rows.cu` for wide rows, of which its warpgroups have 64 together; `None` where it does not cover the shape.
     fn wide_rows(&self, shared_limit: usize) -> Option<KernelConfig> {
-        let KvFormat { k, v, latents } = self.format;
+        let KvFormat { k, v, .. } = self.format;
         let HeadDim { k: k_dim, v: v_dim } = self.head_dim;
         // Parts of K are multiplied 32 bytes at a time; of V a warpgroup's dims are those of an instruction.
         let [k_parts, v_parts] = wide_parts(self.format, self.head_dim);
@@ -228,22 +228,18 @@ impl Shape {
                     && v.groups(v_dim).count() == 1,
                 2,
             ),
-            // Products with a tile's V hold it until those with the next K are done.
+            // Products with K read all of its parts. Parts of fp8 are turned into f16 one after the other.
             false => (
                 k_dim.is_multiple_of(16 * k_parts)
                     && matches!(v_dim, 96 | 128 | 160 | 192 | 256 | 320 | 512),
-                k == v && k.code_bits() == 16,
-                match copies {
-                    true if latents => 2,
-                    true => k_parts + v_parts,
-                    false => k_parts,
-                },
+                k == v,
+                if k == Scheme::Fp8E4m3 { 1 } else { k_parts },
             ),
         };
         // The copy engine has a part of rows as a multiple of what its widest swizzle spans.
         let is_of_boxes = |dim: usize, parts: usize| (2 * dim).is_multiple_of(128 * parts);
         let has_layout = !self.layout.is_rows()
-            || !is_integer && is_of_boxes(k_dim, k_parts) && is_of_boxes(v_dim, v_parts);
+            || k.code_bits() == 16 && is_of_boxes(k_dim, k_parts) && is_of_boxes(v_dim, v_parts);
         let few = self.is_few_of_split_kv(shared_limit);
         if few || !has_dims || !is_covered || !has_layout {
             return None;

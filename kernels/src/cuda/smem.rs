@@ -131,7 +131,7 @@ pub fn shared_bytes(
             team_bytes(config, &stage, head_dim.v)
         }
         Kernel::ManyRows | Kernel::ManyRowsWhole if has_wide_rows(format, head_dim) => {
-            wide_rows_bytes(config, &stage, format, head_dim.k)
+            wide_rows_bytes(config, &stage, format, head_dim)
         }
         Kernel::ManyRows | Kernel::ManyRowsWhole => many_rows_bytes(config, &stage, head_dim.max()),
     }
@@ -155,8 +155,27 @@ pub(crate) fn wide_parts(format: KvFormat, head_dim: HeadDim) -> [usize; 2] {
     }
 }
 
-/// Queries, and two numbers of each row; of integers weights of a span, too, four numbers for each row of its tiles, and of its segments, thresholds, and V's scales of each warp.
-fn wide_rows_bytes(config: &KernelConfig, stage: &Stage, format: KvFormat, k_dim: usize) -> usize {
+/// The stages of fp8 as f16 that a CTA with wide rows has, and the bytes of each.
+fn wide_unpacked(format: KvFormat, head_dim: HeadDim) -> [usize; 2] {
+    if format.k != Scheme::Fp8E4m3 {
+        return [0, 0];
+    }
+    let [k_parts, v_parts] = wide_parts(format, head_dim);
+    let of_v = head_dim.v.checked_div(v_parts).unwrap_or(0);
+    let is_one = format.latents && head_dim.k > 320;
+    let part = (head_dim.k / k_parts).max(of_v);
+    [if is_one { 1 } else { 3 }, arithmetic::TILE * 2 * part]
+}
+
+/// Queries, and two numbers of each row; of fp8 stages as f16; of integers weights of a span, too, four numbers for each row of its tiles, and of its segments, thresholds, and V's scales of each warp.
+fn wide_rows_bytes(
+    config: &KernelConfig,
+    stage: &Stage,
+    format: KvFormat,
+    head_dim: HeadDim,
+) -> usize {
+    let k_dim = head_dim.k;
+    let [unpacked, unpacked_bytes] = wide_unpacked(format, head_dim);
     let (tile, rows) = (arithmetic::TILE, config.rows());
     let tiles = arithmetic::SEGMENT * arithmetic::SPAN;
     let (query, of_integers) = match format.is_integer() {
@@ -167,6 +186,7 @@ fn wide_rows_bytes(config: &KernelConfig, stage: &Stage, format: KvFormat, k_dim
         false => (k_dim * 2, 0),
     };
     config.stages * (stage.wide + stage.wide_barriers)
+        + unpacked * (unpacked_bytes + 16)
         + rows * query
         + of_integers
         + rows * 8

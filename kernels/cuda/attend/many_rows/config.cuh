@@ -39,20 +39,22 @@ struct ManyRowsConfig : KernelDefaults {
     // than that of 4 bits are copied: products read both from one ring.
     static constexpr bool UNPACKS = Keys::HAS_NIBBLES || Values::HAS_NIBBLES || Keys::SCHEME == FP8;
     static_assert(!UNPACKS || INTEGER || Keys::SCHEME == Values::SCHEME, "of both sides, or of none");
-    static constexpr int UNPACKERS = 4 / TEAMS;  // warps of a team
+    static constexpr int UNPACKERS = IS_WIDE ? 3 : 4 / TEAMS;  // warps of a team; of wide rows another one copies
     static constexpr int READERS = UNPACKS ? UNPACKERS : 4 * TEAM_WARPGROUPS;  // warps that read a stage
     static constexpr bool COPIER_READS = false;
     static constexpr bool PRODUCTS_READ_STAGES = !UNPACKS;
-    static constexpr int UNPACKED_STAGES = !UNPACKS ? 0 : (INTEGER ? 4 : 8) / TEAMS;
+    // Of wide rows a stage has a part; latents of many dims leave room for one tile.
+    static constexpr int UNPACKED_STAGES = !UNPACKS ? 0 : IS_WIDE ? (LATENTS && K_DIM > 320 ? 1 : 3) : (INTEGER ? 4 : 8) / TEAMS;
     static constexpr int UNPACKED_PARAMS = TILE * K_DIM * (INTEGER ? 1 : 2);  // where parameters begin in an unpacked stage
-    static constexpr int UNPACKED_BYTES = UNPACKED_PARAMS + (INTEGER ? TILE * 8 : 0);  // of an unpacked stage
+    static constexpr int UNPACKED_BYTES =
+        IS_WIDE ? TILE * 2 * larger(K_DIM / K_PARTS, LATENTS ? 0 : PART_DIMS) : UNPACKED_PARAMS + (INTEGER ? TILE * 8 : 0);  // of an unpacked stage
 
     // Tiles of floats that a warpgroup attends at once: two where both warpgroups have the same ones and multiply while others weigh, else one, as a
     // ring has half of the stages then, and of many dims, which leave registers for one. Where codes are turned, shared memory is what binds: one, and
     // products read queries from registers. Not of 64 dims: there ptxas (13.0) puts weights into the registers of queries, as many as they are, while
     // both are needed; .ci/kernels looks for that.
     static constexpr int FLOAT_STEP = INTEGER || UNPACKS || TEAMS > 1 || K_DIM > 128 || !ATTN_BULK ? 1 : 2;
-    static constexpr bool QUERIES_IN_REGISTERS = !INTEGER && UNPACKS && K_DIM > 64;
+    static constexpr bool QUERIES_IN_REGISTERS = !INTEGER && UNPACKS && K_DIM > 64 && !IS_WIDE;
     static constexpr bool TWO_PARTS = !INTEGER && !UNPACKS;  // whether f32 queries may be the sum of two floats; one is finer than any code
 
     // Index of this thread among those that merge together.

@@ -27,8 +27,8 @@ static_assert(Config::IS_WIDE || K_DIM == V_DIM || (Config::PRODUCTS_READ_STAGES
 static_assert(Config::IS_WIDE || (Config::PRODUCTS_READ_STAGES && !INTEGER ? K_DIM % 16 == 0 && K_DIM <= 256 : K_DIM % 32 == 0 && K_DIM <= 128), "select.rs");
 
 // Turning codes into f16 takes more registers than attending floats leaves unused.
-constexpr int PRODUCER_REGISTERS = !Config::UNPACKS ? 40 : INTEGER ? 56 : 104;
-constexpr int ATTENDER_REGISTERS = !Config::UNPACKS ? 232 : INTEGER ? 224 : 200;
+constexpr int PRODUCER_REGISTERS = !Config::UNPACKS ? 40 : INTEGER || Config::IS_WIDE ? 56 : 104;
+constexpr int ATTENDER_REGISTERS = !Config::UNPACKS ? 232 : INTEGER || Config::IS_WIDE ? 224 : 200;
 static_assert(PRODUCER_REGISTERS + Config::WARPGROUPS * ATTENDER_REGISTERS <= (1 + Config::WARPGROUPS) * 168,
               "a CTA has no more than it starts with: a warpgroup would wait forever");
 

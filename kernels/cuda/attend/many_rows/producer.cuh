@@ -395,6 +395,38 @@ struct Turner {
     }
 };
 
+// The unpacker-th of the warps that turn parts of fp8 into f16.
+struct Widener {
+    Ring ring;
+    UnpackedRing unpacked;
+    int unpacker, lane;
+
+    template <class Widen> METHOD void widen_part(Widen widen) {
+        const u32 from = ring.wait();
+        widen(from, unpacked.wait_empty(), unpacker * 32 + lane);
+        unpacked.publish(lane);
+        unpacked.advance();
+        release_stages(ring, 1, lane);
+    }
+    METHOD void widen_tile(int tokens) {
+#pragma unroll 1
+        for (int part = 0; part < Config::K_PARTS; part++) widen_part([](u32 from, u32 to, int thread) { widen_part_of_keys(from, to, thread); });
+#pragma unroll 1
+        for (int part = 0; part < Config::V_STAGES; part++)
+            widen_part([&](u32 from, u32 to, int thread) {
+                tokens < TILE ? widen_part_of_values<false>(from, to, tokens, thread) : widen_part_of_values<true>(from, to, tokens, thread);
+            });
+    }
+    METHOD void widen_all(const DecodeParams& p, Scheduler scheduler) {
+        WorkRange range;
+        const auto tiles = [&](int first_tile, int end_tile) {
+#pragma unroll 1
+            for (int i = first_tile; i < end_tile; i++) widen_tile(range.kv_len - i * TILE);
+        };
+        each_part(p, scheduler, range, lane, [] {}, tiles, [](int, int, int) {});
+    }
+};
+
 // One of the producers' warps.
 DEVICE void produce(const DecodeParams& p, const RowMaps* maps, const Scheduler& scheduler, const Ring& ring, const UnpackedRing& unpacked, int unpacker, int lane) {
     if constexpr (Config::IS_WIDE) {
@@ -406,6 +438,8 @@ DEVICE void produce(const DecodeParams& p, const RowMaps* maps, const Scheduler&
         if (unpacker == 0) copier.copy_all(p, scheduler);
         if constexpr (Config::TURNERS > 0)
             if (unpacker > 0) Turner{ring, unpacker - 1, lane}.turn_all(p, scheduler);
+        if constexpr (Config::UNPACKS)
+            if (unpacker > 0) Widener{ring, unpacked, unpacker - 1, lane}.widen_all(p, scheduler);
         wait_for_dependencies();
         return;
     }

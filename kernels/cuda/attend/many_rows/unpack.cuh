@@ -59,11 +59,11 @@ template <bool IS_V> DEVICE void unpack_side(u32 from, u32 to, int thread) {
 // ---- fp8 to f16 ----
 
 // Rows of 16 codes that a thread turns into f16, COUNT of them. Each becomes two of eight elements: pairs of codes by turns, which are neighbouring tokens of V in pages,
-// and dims of K in the order in which a lane has a query's (load_row); or, in V's rows, IN_ORDER.
+// and dims of K in the order in which a lane has a query's (load_row); or, in V's rows and where rows are wide, IN_ORDER.
 enum class CodesOf { K, V_PAGE, V_ROWS };
 template <CodesOf OF, bool ALL_EXIST, int COUNT> struct CodeRows {
     static constexpr bool IN_ORDER = OF == CodesOf::V_ROWS;
-    static constexpr int ROWS = OF == CodesOf::V_PAGE ? K_DIM : TILE, BATCH = COUNT < 4 ? COUNT : 4;
+    static constexpr int ROWS = OF == CodesOf::V_PAGE ? Config::PART_DIMS : TILE, BATCH = COUNT < 4 ? COUNT : 4;
     u32 to, to_stride;  // where the first comes, and from one to the next
     int count;  // of those that exist
     int first_token, tokens;  // along the tokens: of the row, and of those that exist from the tile's first on
@@ -121,6 +121,20 @@ template <bool ALL_EXIST> DEVICE void widen_values(u32 from, u32 to, int tokens,
         rows.first_token = 16 * panel;
         rows.tokens = tokens;
         rows.widen([&](int n) { return from + (panel * K_DIM + lane + n * 32) * 16; });
+    }
+}
+// Of wide rows: a part of a tile's K, or of latents.
+DEVICE void widen_part_of_keys(u32 from, u32 to, int thread) {
+#pragma unroll 2
+    for (int i = thread; i < K_DIM / 16 / Config::K_PARTS * TILE; i += 32 * Config::UNPACKERS)
+        CodeRows<CodesOf::V_ROWS, true, 1>{}.widen_row(lds128(from + i * 16), to + (i / TILE * 2 * TILE + i % TILE) * 16);
+}
+// The same of V, of which so many tokens exist.
+template <bool ALL_EXIST> DEVICE void widen_part_of_values(u32 from, u32 to, int tokens, int thread) {
+#pragma unroll 2
+    for (int i = thread; i < Config::PART_DIMS * (TILE / 16); i += 32 * Config::UNPACKERS) {
+        const int panel = i / Config::PART_DIMS;
+        CodeRows<CodesOf::V_PAGE, ALL_EXIST, 1>{0, 0, 1, 16 * panel, tokens}.widen_row(lds128(from + i * 16), to + (panel * Config::PART_DIMS + i) * 16);
     }
 }
 DEVICE void widen_values(u32 from, u32 to, int tokens, int thread) {

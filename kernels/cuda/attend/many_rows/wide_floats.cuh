@@ -7,7 +7,15 @@
 
 namespace attn {
 
+template <bool UNPACKS> struct PartsOf {
+    using Type = Ring;
+};
+template <> struct PartsOf<true> {
+    using Type = UnpackedRing;
+};
+
 struct WideFloatTiles : FloatTiles {
+    using Parts = PartsOf<Config::UNPACKS>::Type;  // the ring that products read, and a place in it
     static constexpr int PART_PANELS = Keys::PANELS / Config::K_PARTS;  // of 16 dims
 
     METHOD int thread_row(int h) const { return first_row + lane / 4 + 8 * h; }
@@ -94,23 +102,25 @@ struct WideFloatTiles : FloatTiles {
         }
     }
 
-    METHOD void release(const Ring& stage) const {
+    METHOD void release(const Parts& stage) const {
         __syncwarp();
         if (lane < ARRIVALS) barrier_arrive(stage.empty());
     }
     // Waits for a stage that the other warpgroup reads, and passes it on.
-    METHOD void pass(const Ring& stage) const {
+    METHOD void pass(const Parts& stage) const {
         stage.wait();
         release(stage);
     }
     // K of a part, and the warpgroup's dims of V.
     DEVICE u64 keys_at(u32 at) { return IN_ROWS ? swizzled_matrices<SWIZZLE>(at, 16) : matrices(at, TILE * 16); }
-    DEVICE u64 values_of(u32 at) { return IN_ROWS ? swizzled_matrices<SWIZZLE>(at, TILE * SWIZZLE) : matrices(at, 128, TILE * 16); }
+    DEVICE u64 values_of(u32 at) {
+        return IN_ROWS ? swizzled_matrices<SWIZZLE>(at, TILE * SWIZZLE) : BY_DIMS ? matrices(at, 128, TILE * 16) : matrices(at, Config::PART_DIMS * 16);
+    }
     // Products of the queries with a tile's K, whose stages come next.
-    template <bool HAS_LOW> METHOD void multiply_keys(const WorkRange& range, float (&s)[SUMS_OF_TILE]) const {
+    template <bool HAS_LOW> METHOD void multiply_keys(const WorkRange& range, float (&s)[SUMS_OF_TILE]) {
         const u64 q = matrices(same_for_all(queries), 64 * 16);
         u64 keys[Config::K_PARTS];
-        Ring next = ring;
+        Parts next = sides();
 #pragma unroll
         for (int part = 0; part < Config::K_PARTS; part++) {
             keys[part] = keys_at(same_for_all(next.wait()));
@@ -126,76 +136,78 @@ struct WideFloatTiles : FloatTiles {
         if constexpr (HAS_LOW)
             multiply_low(range, [&](int panel) { return matrices_behind(keys[Config::K_PARTS > 1 && panel >= PART_PANELS], dims_at(panel % PART_PANELS)); }, s);
     }
-    // Products of the weights with the warpgroup's dims of V, which begin at `at`.
+    // Products of the weights with the warpgroup's dims of V, which begin at `at`: by panels of eight dims, in rows, or by panels of eight tokens.
     METHOD void multiply_values(u32 at, const Weights<1>& weights) {
+        constexpr int TOKENS = IN_ROWS ? 16 * SWIZZLE : BY_DIMS ? 16 * 16 : 2 * Config::PART_DIMS * 16;  // bytes from 16 tokens to the next ones
         const u64 v = values_of(at);
         products_begin();
 #pragma unroll
-        for (int i = 0; i < TILE / 16; i++) FloatProducts<IS_BF16, true>::multiply(o, weights[i], matrices_behind(v, i * 16 * (IN_ROWS ? SWIZZLE : 16)), true);
+        for (int i = 0; i < TILE / 16; i++) FloatProducts<IS_BF16, BY_DIMS>::multiply(o, weights[i], matrices_behind(v, i * TOKENS), true);
         products_commit();
     }
-    // As of floats that are not wide, in the warpgroup's dims. Where these are K's, too, scores of such tokens are hidden.
+    // As of floats that are not wide, in the warpgroup's dims. Where these are K's, too, scores of such tokens are hidden. Rows of a sequence's last token fill up its tile, and
+    // V's tokens that are turned into f16 are cleared by that.
     METHOD void clear_missing(u32 at, int tokens) const {
-        if (IN_ROWS || tokens >= TILE) return;  // rows of a sequence's last token fill up its tile
+        if constexpr (IN_ROWS || !BY_DIMS) return;
+        if (tokens >= TILE) return;
 #pragma unroll 1
         for (int i = threadIdx.x % 128; i < Config::PART_DIMS / 8 * TILE; i += 128)
             if (i % TILE >= tokens) sts128(at + i * 16, {0.0f, 0.0f, 0.0f, 0.0f});
         fence_async();
         barrier_of<128>(WARPGROUP_BARRIER + warpgroup);
     }
-    // A tile's stage with the warpgroup's dims of V, of those that come next, and the stage with the other's.
-    METHOD Ring stage_of(int part) const {
-        Ring found = ring;
-        found.advance(LATENTS ? 0 : part);
-        return found;
-    }
-    METHOD u32 values_at(const Ring& stage) const { return stage.at() + (LATENTS ? warpgroup * (Config::PART_DIMS / 8 * TILE * 16) : 0); }
 
-    // Adds the tile that comes next. Products with V are under way behind it, and `held` is that V's stage; before it, if `is_held`, that of the last such products.
-    template <bool HAS_LOW> METHOD void add_tile(const WorkRange& range, int index, Weights<1>& weights, Ring& held, bool& is_held) {
-        Scores<1> s;
-        multiply_keys<HAS_LOW>(range, s[0]);
-        products_wait<0>();
-        products_landed(s[0]);
-        if (!LATENTS) release_stages(ring, Config::K_PARTS, lane);
-        weigh<1>(s, index, weights);
-        held = stage_of(warpgroup);
-        held.wait();
-        const u32 at = same_for_all(values_at(held));
-        clear_missing(at, range.kv_len - index * TILE);
-        multiply_values(at, weights);
-        products_wait<0>();
-        products_landed(o);
-        release(held);
-        if (!LATENTS) pass(stage_of(1 - warpgroup));
-        ring.advance();
-        if (!LATENTS) ring.advance();
+    METHOD void release_keys() {
+#pragma unroll
+        for (int part = 0; !LATENTS && part < Config::K_PARTS; part++) {
+            release(sides());
+            sides().advance();
+        }
     }
+    // Calls take(where the warpgroup's dims of V begin) for the tile whose V comes next, and releases its stages.
+    template <class Take> METHOD void take_values(const WorkRange& range, int index, Take take) {
+        Parts own = sides(), other = own;
+        if (!LATENTS) {
+            own.advance(warpgroup);
+            other.advance(1 - warpgroup);
+        }
+        const u32 at = same_for_all(own.wait()) + (LATENTS ? warpgroup * (Config::PART_DIMS / 8 * TILE * 16) : 0);
+        clear_missing(at, range.kv_len - index * TILE);
+        take(at);
+        release(own);
+        if (!LATENTS) pass(other);
+#pragma unroll
+        for (int i = 0; i < larger(Config::V_STAGES, 1); i++) sides().advance();
+    }
+    // Adds the tiles from `index` to `end`, which come next. Products with V are waited for before those with the next K begin: the other warpgroup multiplies meanwhile, and
+    // the tile's stages are free sooner.
     template <bool HAS_LOW> METHOD void add_tiles(const WorkRange& range, int index, int end) {
         Weights<1> weights;
-        Ring held = ring;
-        bool is_held = false;
 #pragma unroll 1
-        for (; index < end; index++) add_tile<HAS_LOW>(range, index, weights, held, is_held);
-        products_wait<0>();
-        products_landed(o);
-        if (is_held) release(held);
+        for (; index < end; index++) {
+            Scores<1> s;
+            multiply_keys<HAS_LOW>(range, s[0]);
+            products_wait<0>();
+            products_landed(s[0]);
+            release_keys();
+            weigh<1>(s, index, weights);
+            take_values(range, index, [&](u32 at) {
+                multiply_values(at, weights);
+                products_wait<0>();
+                products_landed(o);
+            });
+        }
     }
     // Waits for the stages of tiles and passes them on.
     METHOD void pass_tiles(const WorkRange& range, int index, int end) {
 #pragma unroll 1
         for (; index < end; index++) {
+#pragma unroll
             for (int part = 0; !LATENTS && part < Config::K_PARTS; part++) {
-                pass(ring);
-                ring.advance();
+                pass(sides());
+                sides().advance();
             }
-            const Ring own = stage_of(warpgroup);
-            own.wait();
-            clear_missing(values_at(own), range.kv_len - index * TILE);
-            release(own);
-            if (!LATENTS) pass(stage_of(1 - warpgroup));
-            ring.advance();
-            if (!LATENTS) ring.advance();
+            take_values(range, index, [](u32) {});
         }
     }
     // A span's state: as of floats that are not wide.
