@@ -263,9 +263,11 @@ mod tests {
     use super::*;
     use crate::cuda::{Arch, Instance, instance::covered, nvrtc::Nvrtc, select::Shape};
 
-    const FORMATS: [&str; 20] = [
+    const FORMATS: [&str; 22] = [
         "int8",
         "int8-latents",
+        "bf16-latents",
+        "fp8-latents",
         "int8-plain",
         "int8-g32",
         "int8-tensor",

@@ -123,19 +123,29 @@ template <bool ALL_EXIST> DEVICE void widen_values(u32 from, u32 to, int tokens,
         rows.widen([&](int n) { return from + (panel * K_DIM + lane + n * 32) * 16; });
     }
 }
-// Of wide rows: a part of a tile's K, or of latents.
+// Of wide rows: ROWS rows of 16 codes, some at once, as each load takes longer than the others' stores. place(i): where the i-th comes.
+template <int ROWS, class Rows, class Place> DEVICE void widen_part(u32 from, int thread, const Rows& rows, Place place) {
+    constexpr int AT_ONCE = 4, STEP = 32 * Config::UNPACKERS;
+#pragma unroll 1
+    for (int first = thread; first < ROWS; first += AT_ONCE * STEP) {
+        float4 codes[AT_ONCE];
+#pragma unroll
+        for (int n = 0; n < AT_ONCE; n++) codes[n] = lds128(from + min(first + n * STEP, ROWS - 1) * 16);
+#pragma unroll
+        for (int n = 0; n < AT_ONCE; n++)
+            if (first + n * STEP < ROWS) rows(first + n * STEP).widen_row(codes[n], place(first + n * STEP));
+    }
+}
+// A part of a tile's K, or of latents.
 DEVICE void widen_part_of_keys(u32 from, u32 to, int thread) {
-#pragma unroll 2
-    for (int i = thread; i < K_DIM / 16 / Config::K_PARTS * TILE; i += 32 * Config::UNPACKERS)
-        CodeRows<CodesOf::V_ROWS, true, 1>{}.widen_row(lds128(from + i * 16), to + (i / TILE * 2 * TILE + i % TILE) * 16);
+    auto rows = [](int) { return CodeRows<CodesOf::V_ROWS, true, 1>{}; };
+    widen_part<K_DIM / 16 / Config::K_PARTS * TILE>(from, thread, rows, [&](int i) { return to + (i / TILE * TILE + i) * 16; });
 }
 // The same of V, of which so many tokens exist.
 template <bool ALL_EXIST> DEVICE void widen_part_of_values(u32 from, u32 to, int tokens, int thread) {
-#pragma unroll 2
-    for (int i = thread; i < Config::PART_DIMS * (TILE / 16); i += 32 * Config::UNPACKERS) {
-        const int panel = i / Config::PART_DIMS;
-        CodeRows<CodesOf::V_PAGE, ALL_EXIST, 1>{0, 0, 1, 16 * panel, tokens}.widen_row(lds128(from + i * 16), to + (panel * Config::PART_DIMS + i) * 16);
-    }
+    constexpr int DIMS = Config::PART_DIMS;
+    auto rows = [&](int i) { return CodeRows<CodesOf::V_PAGE, ALL_EXIST, 1>{0, 0, 1, 16 * (i / DIMS), tokens}; };
+    widen_part<DIMS*(TILE / 16)>(from, thread, rows, [&](int i) { return to + (i / DIMS * DIMS + i) * 16; });
 }
 DEVICE void widen_values(u32 from, u32 to, int tokens, int thread) {
     tokens < TILE ? widen_values<false>(from, to, tokens, thread) : widen_values<true>(from, to, tokens, thread);

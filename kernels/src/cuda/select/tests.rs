@@ -287,7 +287,7 @@ fn floats_of_many_and_of_unlike_dims_have_many_rows() {
             assert_eq!(takes(format, few + 1, dim, pages), Some(2), "{dim:?}");
             assert_eq!(takes(format, 128, dim, pages), Some(2), "{dim:?}");
         }
-        for dim in [(128, 192), (128, 64), (576, 512), (512, 512)] {
+        for dim in [(128, 192), (128, 64), (576, 576)] {
             assert_eq!(takes(format, 128, dim, pages), None, "{dim:?}");
         }
         // The copy engine has rows of both sides by one swizzle.
@@ -295,6 +295,26 @@ fn floats_of_many_and_of_unlike_dims_have_many_rows() {
         assert_eq!(takes(format, 128, (192, 192), KvLayout::Rows), Some(2));
     }
     assert_eq!(takes("fp8", 128, (192, 128), pages), None);
+    // Nothing else has those of more than 256 dims.
+    for (format, dim) in [
+        ("bf16", (512, 512)),
+        ("f16", (576, 512)),
+        ("fp8", (320, 320)),
+        ("bf16", (64, 320)),
+        ("bf16-latents", (576, 512)),
+        ("fp8-latents", (320, 256)),
+    ] {
+        for rows in [1, 128] {
+            assert_eq!(takes(format, rows, dim, pages), Some(2), "{format} {dim:?}");
+        }
+    }
+    // The copy engine has parts of rows that its widest swizzle divides.
+    assert_eq!(
+        takes("bf16", 8, (512, 256), KvLayout::PagedRows(16)),
+        Some(2)
+    );
+    assert_eq!(takes("bf16", 8, (320, 320), KvLayout::Rows), None);
+    assert_eq!(takes("fp8", 8, (512, 512), KvLayout::Rows), None);
 }
 
 #[test]
