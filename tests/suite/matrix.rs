@@ -27,11 +27,7 @@ type Test = (&'static str, &'static str);
 const LINES: [Line; 11] = [
     (
         "heads of 64 to 576 dims, those of K and of V apart; up to 128 query heads over a KV head",
-        [
-            "yes",
-            "above 256 in integer formats that fit shared memory",
-            "yes",
-        ],
+        ["yes", "yes; above 256 no floats beside integers", "yes"],
         &[("tests/src/table/wide.rs", "fn all(")],
     ),
     (

@@ -143,7 +143,12 @@ impl List {
     /// Heads wider than 256 elements, keys wider than values, and latents: one KV head for all query heads.
     fn wide(&mut self) {
         for (family, heads, dim, formats) in [
-            ("d512", [16, 2], HeadDim::from(512), "int8,int8/int4,int4"),
+            (
+                "d512",
+                [16, 2],
+                HeadDim::from(512),
+                "bf16,fp8,int8,int8/int4,int4",
+            ),
             (
                 "k192",
                 [32, 4],
@@ -154,13 +159,13 @@ impl List {
                 "mla",
                 [16, 1],
                 HeadDim::from((576, 512)),
-                "int8-latents,int8,int8/int4",
+                "bf16-latents,fp8-latents,int8-latents,int8,int8/int4",
             ),
             (
                 "mla",
                 [128, 1],
                 HeadDim::from((576, 512)),
-                "int8-latents,int8",
+                "bf16-latents,fp8-latents,int8-latents,int8",
             ),
         ] {
             let [q_heads, kv_heads] = heads;

@@ -11,7 +11,7 @@ use super::{
 };
 
 /// The instances that `build.rs` embeds: presets, with centres of K and without, and plain floats on pages of 64, few rows and prompts of `many_rows.cu`, and their
-/// appends; of the presets' shards a decode step's, and their merge; and latents in 8 bits.
+/// appends; of the presets' shards a decode step's, and their merge; and latents and heads of 512 dims.
 pub fn common(arch: Arch) -> Vec<Instance> {
     let mut all = vec![
         Instance::Check,
@@ -60,7 +60,7 @@ pub fn common(arch: Arch) -> Vec<Instance> {
             }
         }
     }
-    all.extend(latents(arch));
+    all.extend(wide(arch));
     let centred: Vec<Instance> = all.iter().copied().map(Instance::with_centres).collect();
     all.extend(centred);
     let mut seen = HashSet::new();
@@ -68,22 +68,36 @@ pub fn common(arch: Arch) -> Vec<Instance> {
     all
 }
 
-/// Decode steps and appends of latents as most models with them have them, in 8 bits, where `many_rows.cu` attends wide rows.
-fn latents(arch: Arch) -> Vec<Instance> {
-    let (format, head_dim, page_size) = (KvFormat::INT8_LATENTS, HeadDim { k: 576, v: 512 }, 64);
-    let problem = Problem::new(Heads::new(128, 1, head_dim), vec![1]);
-    let layout = KvLayout::Pages(page_size);
-    let mut all = Instance::all_decode(&problem, format, layout, arch.shared_limit());
-    all.retain(|instance| instance.name() == "many_rows");
-    if !all.is_empty() {
+/// Decode steps of wide rows as models have them, by `many_rows.cu` with `wgmma`, and appends: latents in 8 and 16 bits, and heads of 512 dims in 16 bits.
+fn wide(arch: Arch) -> Vec<Instance> {
+    if arch != Arch::Sm90a {
+        return Vec::new();
+    }
+    let latents = HeadDim { k: 576, v: 512 };
+    let bf16 = KvFormat::same(Scheme::Bf16);
+    let bf16_latents = KvFormat {
+        latents: true,
+        ..bf16
+    };
+    let shapes = [
+        (KvFormat::INT8_LATENTS, latents, 128),
+        (bf16_latents, latents, 128),
+        (bf16, HeadDim::same(512), 8),
+    ];
+    let of = |(format, head_dim, rows)| {
+        let problem = Problem::new(Heads::new(rows, 1, head_dim), vec![1]);
+        let layout = KvLayout::Pages(64);
+        let mut all = Instance::all_decode(&problem, format, layout, arch.shared_limit());
+        all.retain(|instance| instance.name() == "many_rows");
         all.push(Instance::Append {
             format,
             head_dim,
-            page_size,
+            page_size: 64,
             rotary: false,
         });
-    }
-    all
+        all
+    };
+    shapes.into_iter().flat_map(of).collect()
 }
 
 /// `many_rows.cu` for 16 rows of each query token, and what makes prompts fast ([`Arithmetic::Fast`]).

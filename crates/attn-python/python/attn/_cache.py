@@ -62,7 +62,7 @@ class Cache:
 
     Args:
         format: `"int8"`, `"int4"`, `"int8/int4"` (K/V), `"bf16"`, `"f16"`, `"fp8"`, or another name of the table of formats. `"int8-latents"` stores the rows of latent
-            attention (MLA) once: V is the first v_dim dims of K; so do `"bf16-latents"`, `"f16-latents"` and `"fp8-latents"`, on CUDA up to 256 dims.
+            attention (MLA) once: V is the first v_dim dims of K; so do `"bf16-latents"`, `"f16-latents"` and `"fp8-latents"`.
         heads: KV heads.
         dim: dims of a head: 64, 80, 96, 128, 160, 192, 256, 320, 512 or 576.
         max_tokens: tokens that each sequence has room for.

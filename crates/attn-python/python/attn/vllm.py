@@ -19,7 +19,7 @@ What it does and does not:
 - Kernels are loaded and the largest plans made in the pass by which vLLM measures memory, so that they are counted and the first request waits for neither.
 - Keys without centres are looked at in a layer's first prompts, and a warning names the layers whose keys a format stores badly, as biases of K are (Qwen 2.5).
 - Layers may share the K and V of another (Gemma 3n, 4).
-- Refused: encoder attention, MLA, decode and prefill context parallelism, heads of more than 256 dims in 16 bits on GPUs, quantized outputs, pages with padding between.
+- Refused: encoder attention, MLA, decode and prefill context parallelism, quantized outputs, pages with padding between.
 """
 
 from __future__ import annotations
@@ -69,8 +69,6 @@ PREFERRED_BLOCK = 64
 CENTRED = ("int8", "int8/int4-w0")
 FIRST_TILE = 64
 HEAD_SIZES = [64, 80, 96, 128, 160, 192, 256, 320, 512]
-# The most dims of a head that GPUs attend in 16 bits.
-MOST_IN_16_BITS = 256
 # Variables that say how long OpenMP's idle threads keep their cores.
 IDLE_THREADS = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "KMP_BLOCKTIME")
 # Plans of batches outside of graphs that are kept.
@@ -209,25 +207,6 @@ class AttnBackend(AttentionBackend):
             return spec
         (format,) = [FORMATS[name] for name, dtype in ELEMENTS.items() if dtype == spec.dtype]
         return replace(spec, state_content_bytes=cell_bytes(format, spec.head_size))
-
-    @classmethod
-    def supports_combination(
-        cls,
-        head_size: int,
-        dtype: torch.dtype,
-        kv_cache_dtype: Optional[str],
-        block_size: Optional[int],
-        use_mla: bool,
-        has_sink: bool,
-        use_sparse: bool,
-        use_mm_prefix: bool,
-        device_capability: Any,
-    ) -> Optional[str]:
-        """Why vLLM is to take another backend for these layers, or none."""
-        is_in_16_bits = FORMATS.get(kv_cache_dtype or "auto", "bf16") == "bf16"
-        if is_in_16_bits and head_size > MOST_IN_16_BITS and device_capability is not None:
-            return f"heads of {head_size} dims have no cache of 16 bits on a GPU (up to {MOST_IN_16_BITS}); use --kv-cache-dtype attn_int8"
-        return None
 
     @classmethod
     def supports_sink(cls) -> bool:

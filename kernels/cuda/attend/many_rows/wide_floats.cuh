@@ -123,18 +123,20 @@ struct WideFloatTiles : FloatTiles {
         Parts next = sides();
 #pragma unroll
         for (int part = 0; part < Config::K_PARTS; part++) {
-            keys[part] = keys_at(same_for_all(next.wait()));
+            const u64 k = keys_at(same_for_all(next.wait()));
+            if (HAS_LOW) keys[part] = k;
             next.advance();
             products_begin();
 #pragma unroll
             for (int i = 0; i < PART_PANELS; i++) {
                 const int panel = part * PART_PANELS + i;
-                FloatProducts<IS_BF16, false>::multiply_shared(s, matrices_behind(q, panel * 2 * 64 * 16), matrices_behind(keys[part], dims_at(i)), panel > 0);
+                FloatProducts<IS_BF16, false>::multiply_shared(s, matrices_behind(q, panel * 2 * 64 * 16), matrices_behind(k, dims_at(i)), panel > 0);
             }
         }
         products_commit();
         if constexpr (HAS_LOW)
-            multiply_low(range, [&](int panel) { return matrices_behind(keys[Config::K_PARTS > 1 && panel >= PART_PANELS], dims_at(panel % PART_PANELS)); }, s);
+            multiply_low(
+                range, [&](int panel) { return matrices_behind(panel < PART_PANELS ? keys[0] : keys[Config::K_PARTS - 1], dims_at(panel % PART_PANELS)); }, s);
     }
     // Products of the weights with the warpgroup's dims of V, which begin at `at`: by panels of eight dims, in rows, or by panels of eight tokens.
     METHOD void multiply_values(u32 at, const Weights<1>& weights) {

@@ -32,7 +32,7 @@ class QuantizedCache(TransformersCache):
     Args:
         config: the model's.
         format: of K and V, as for `attn.Cache`: `"int8"` (about half of bf16's bytes), `"int8/int4"`, `"int4"` (about a quarter), …; for models with latent attention also
-            `"int8-latents"`, which stores a latent and a rotary key once, in half of int8's bytes, and `"bf16-latents"` (on CUDA up to 256 dims).
+            `"int8-latents"`, which stores a latent and a rotary key once, in half of int8's bytes, and `"bf16-latents"`.
         max_tokens: tokens that each row of the batch has room for; beyond it `CacheFullError`. If not given, pools grow by doubling, which copies
             them through the host: give it where lengths are known. Sliding layers hold their window, 128 tokens that can be taken back, and a piece of
             a prompt, whatever the lengths.
