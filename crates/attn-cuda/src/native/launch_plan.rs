@@ -191,6 +191,20 @@ impl LaunchPlan {
             shared: shared_bytes,
         } = configure(limits, &preferences, &launched, format, kv_layout)?;
         let config = selected.config;
+        if leaves_spans && config.kernel != Kernel::SplitKv {
+            // Others leave no states of spans.
+            return Err(Error::from(Unsupported::NoKernel {
+                backend: BACKEND,
+                what: format!(
+                    "shards of {format} with head_dim {} in {} KiB of shared memory",
+                    problem.head_dim,
+                    limits.shared_limit / 1024
+                ),
+                built:
+                    "shards of what fits split_kv.cu, such as integer formats and smaller head_dims"
+                        .to_owned(),
+            }));
+        }
         let max_kv_len = problem.kv_lens.iter().copied().max().unwrap_or(0);
         let heads = problem.num_kv_heads;
         let mut launch = Launch::new(&config, &launched.problem, format, limits);

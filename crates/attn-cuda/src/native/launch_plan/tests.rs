@@ -57,6 +57,38 @@ fn a_decode_step_over_shards_of_a_preset_has_an_embedded_kernel() {
     }
 }
 
+/// Kills a plan for shards by a kernel that leaves no states of spans, which would write elsewhere.
+#[test]
+fn shards_are_attended_by_the_kernel_that_leaves_spans_or_refused() {
+    let a100 = DeviceLimits::new(Arch::Sm80.shared_limit(), 108);
+    for (format, dim, limits, is_served) in [
+        ("int8", HeadDim::same(512), limits(), true),
+        ("bf16", HeadDim::same(256), limits(), true),
+        ("bf16", HeadDim::same(256), a100, false),
+        ("bf16", HeadDim::same(512), limits(), false),
+        ("fp8", HeadDim::same(512), limits(), false),
+        ("bf16-latents", HeadDim { k: 576, v: 512 }, limits(), false),
+    ] {
+        let problem = Problem::new(Heads::new(8, 1, dim), [4096]);
+        let plan = |kind| {
+            let (format, layout) = (format.parse().unwrap(), KvLayout::Pages(64));
+            let preferences = Preferences::default();
+            LaunchPlan::new(kind, limits, &preferences, &problem, format, layout)
+        };
+        plan(PlanKind::Known).unwrap();
+        match plan(PlanKind::Spans) {
+            Ok(plan) => assert!(
+                is_served && plan.config.kernel == Kernel::SplitKv,
+                "{format} {dim}"
+            ),
+            Err(refused) => {
+                assert!(!is_served, "{format} {dim}: {refused}");
+                assert!(refused.to_string().contains("shards of"), "{refused}");
+            }
+        }
+    }
+}
+
 #[test]
 fn integers_become_floats_in_prompts_that_say_so_alone() {
     let heads = Heads::new(16, 1, 128);
