@@ -392,13 +392,13 @@ impl PageLayout {
         start..start + self.codes_bytes(self.format.v, self.head_dim.v)
     }
 
-    /// Range of V's parameters inside a run; of latents that of K's.
+    /// Range of V's parameters inside a run; of latents those of K's first group.
     #[must_use]
     pub fn v_params(&self) -> Range<usize> {
-        if self.format.latents {
-            return self.k_params();
-        }
-        let start = self.v_codes().end;
+        let start = match self.format.latents {
+            true => self.k_params().start,
+            false => self.v_codes().end,
+        };
         start..start + params_bytes(self.format.v, self.groups(Side::V), self.page_size)
     }
 
@@ -432,7 +432,7 @@ impl PageLayout {
     /// Bytes of one KV head's run.
     #[must_use]
     pub fn run_bytes(&self) -> usize {
-        self.v_params().end
+        self.k_params().end.max(self.v_params().end)
     }
 
     /// Bytes of one page: all runs.

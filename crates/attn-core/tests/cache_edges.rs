@@ -262,6 +262,33 @@ fn read_back_leaves_out_what_no_token_wrote(#[case] format: &str, #[case] tokens
     assert_eq!(clean.read_back(0).unwrap(), dirty.read_back(0).unwrap());
 }
 
+/// Kills parameters of V, which are K's first group, that are taken for all of K's.
+#[rstest]
+#[case("int8-latents", (96, 64))]
+#[case("int8-latents", (64, 64))]
+#[case("int8-plain-latents", (128, 80))]
+#[case("bf16-latents", (96, 64))]
+fn read_back_leaves_out_what_no_latent_wrote(
+    #[case] format: KvFormat,
+    #[case] dim: (usize, usize),
+) {
+    let read = |garbage: u8| {
+        let config = CacheConfig::builder(format, Heads::new(1, 1, dim))
+            .centres(false)
+            .pages(2)
+            .build();
+        let store = HostPages::new(&config).unwrap();
+        let mut cache = KvCache::new(config, Box::new(store)).unwrap();
+        let page = vec![garbage; cache.layout().page_bytes()];
+        for i in 0..2 {
+            cache.write_page(i, &page).unwrap();
+        }
+        cache.append(0, &values(70 * dim.0, 5), &[0.0f32; 0]).unwrap();
+        cache.read_back(0).unwrap()
+    };
+    assert_eq!(read(0), read(0xff));
+}
+
 #[rstest]
 #[case("int8", 70)]
 #[case("int4", 70)]

@@ -273,7 +273,7 @@ impl<'a> Reader<'a> {
             unreachable!("a view has no pages");
         };
         let page = pages[t >> offsets.page_shift] as usize * offsets.stride;
-        &pool[page + offsets.sides[0][0]..page + offsets.sides[1][2]]
+        &pool[page + offsets.sides[0][0]..page + offsets.sides[0][2].max(offsets.sides[1][2])]
     }
 
     /// One side's rows of a view.

@@ -160,6 +160,18 @@ impl Draw<'_, '_> {
         }
     }
 
+    /// A format of a cache: a pair of schemes, or now and then latents, whether these are defined or not.
+    pub fn cache_format(&mut self) -> KvFormat {
+        if !self.once_in(8) {
+            return self.format();
+        }
+        let scheme = self.scheme();
+        KvFormat {
+            latents: true,
+            ..KvFormat::same(scheme)
+        }
+    }
+
     /// A pair of schemes.
     pub fn format(&mut self) -> KvFormat {
         KvFormat::new(self.scheme(), self.scheme())

@@ -54,7 +54,7 @@ pub fn fuzz_backends(u: &mut Unstructured<'_>, backends: &Backends) -> Result<()
 }
 
 fn config(draw: &mut Draw<'_, '_>) -> CacheConfig {
-    let (format, heads_per_kv, kv) = (draw.format(), draw.range(1..=2), draw.range(1..=2));
+    let (format, heads_per_kv, kv) = (draw.cache_format(), draw.range(1..=2), draw.range(1..=2));
     let mut config =
         CacheConfig::builder(format, Heads::new(heads_per_kv * kv, kv, draw.head_dim()))
             .unit_tensor_scales()
@@ -78,6 +78,10 @@ fn config(draw: &mut Draw<'_, '_>) -> CacheConfig {
             });
             *scales = drawn.collect();
         }
+    }
+    // V of latents is what K is.
+    if format.latents {
+        config.v_tensor_scales = config.k_tensor_scales.clone();
     }
     config
 }
@@ -144,6 +148,12 @@ impl<'a> Life<'a> {
             cache,
             sequences,
         }))
+    }
+
+    /// Elements of a token's K and of its V that an append takes: of latents K's alone.
+    fn given_rows(&self) -> [usize; 2] {
+        let [k, v] = self.rows();
+        [k, if self.config.format.latents { 0 } else { v }]
     }
 
     /// Elements of a token's K, and of its V.

@@ -58,14 +58,31 @@ struct Query {
 }
 
 impl Query {
-    fn new(q: &[f32], k_is_rotated: bool, integer: bool) -> Self {
+    fn new(q: &[f32], k: &Side, integer: bool) -> Self {
         let mut x: Vec<f64> = q.iter().map(|x| f64::from(*x)).collect();
-        if k_is_rotated {
-            pages::turn_back(&mut x);
+        if pages::is_rotated(k.scheme) {
+            pages::turn_back(&mut x, k.block);
         }
-        let step = largest(&x) / 127.0;
-        if !integer || step == 0.0 {
+        if !integer {
             return Query { x, ties: 0.0 };
+        }
+        // Each part has a step of its own; none is less than 2^-24 of the other's.
+        let (first, second) = x.split_at(k.first_part.min(x.len()));
+        let least = largest(&x) * 2f64.powi(-24);
+        let parts = [first, second].map(|part| Query::part(part, largest(part).max(least) / 127.0));
+        let ties = parts.iter().map(|part| part.ties).sum();
+        Query {
+            x: parts.into_iter().flat_map(|part| part.x).collect(),
+            ties,
+        }
+    }
+
+    fn part(x: &[f64], step: f64) -> Self {
+        if step == 0.0 {
+            return Query {
+                x: x.to_vec(),
+                ties: 0.0,
+            };
         }
         // f32 errs by less than a 500th of a step: by 2^-16 of the largest element if 512 equal ones are summed.
         let is_tie = |x: &&f64| ((**x / step).fract().abs() - 0.5).abs() < 2e-3;
@@ -105,7 +122,7 @@ impl Attended<'_> {
 
     fn answer(&self, q: &[f32], [k, v]: &[Side; 2]) -> Row {
         let (row, problem) = (&self.row, self.row.problem);
-        let query = Query::new(q, pages::is_rotated(k.scheme), self.integer);
+        let query = Query::new(q, k, self.integer);
         let scale = f64::from(problem.score_scale());
         let (mut scores, mut size, mut key) = (Vec::new(), 0.0f64, 0.0f64);
         for t in 0..row.kv_len() {
@@ -149,8 +166,8 @@ impl Attended<'_> {
         }
         // Rotated rows are turned back: an element is a sum of a block's, and a norm is kept, or halved by the root of two.
         if pages::is_rotated(v.scheme) {
-            pages::turn_back(&mut out);
-            value[0] *= (pages::block(v.dim) as f64).sqrt();
+            pages::turn_back(&mut out, v.block);
+            value[0] *= (v.block as f64).sqrt();
         }
         let bound = score_bound + weight_bound;
         // Codes count with their scale as it is read.

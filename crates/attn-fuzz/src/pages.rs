@@ -36,8 +36,24 @@ pub fn can_be(scheme: Scheme, head_dim: usize) -> bool {
     }
 }
 
+/// Whether FORMATS.md defines latents of a scheme for these dims.
+fn can_be_latents(format: KvFormat, HeadDim { k, v }: HeadDim) -> bool {
+    let has_row_scales = matches!(
+        format.k,
+        Scheme::Int8(Int8Scale::Token) | Scheme::RotatedInt8
+    );
+    let is_float = matches!(format.k, Scheme::F16 | Scheme::Bf16 | Scheme::Fp8E4m3);
+    format.k == format.v
+        && (has_row_scales && k <= v.saturating_mul(2) || is_float)
+        && v <= k
+        && (!is_rotated(format.k) || v.is_multiple_of(block(k)))
+}
+
 /// Whether FORMATS.md defines a format for these dims of K and of V.
 pub fn is_defined(format: KvFormat, head_dim: HeadDim) -> bool {
+    if format.latents && !can_be_latents(format, head_dim) {
+        return false;
+    }
     [(format.k, head_dim.k), (format.v, head_dim.v)]
         .into_iter()
         .all(|(scheme, dim)| HEAD_DIMS.contains(&dim) && can_be(scheme, dim))
@@ -148,37 +164,48 @@ struct Part {
     scheme: Scheme,
     /// Elements of a token.
     dim: usize,
+    /// Elements of a token that lie there: of latents V's are the first of K's.
+    stored: usize,
+    /// Elements of a scale of latents; the last has what is left.
+    scaled: usize,
+    /// Whether codes lie as K's do.
     is_k: bool,
     page_size: usize,
 }
 
 /// K and V of a run.
 fn parts(shape: &Shape) -> [Part; 2] {
-    let part = |is_k, scheme, dim| Part {
-        scheme,
-        dim,
-        is_k,
-        page_size: shape.page_size,
+    let (format, HeadDim { k, v }) = (shape.format, shape.head_dim);
+    let part = |is_k, scheme, dim| {
+        let stored = if format.latents { k } else { dim };
+        Part {
+            scheme,
+            dim,
+            stored,
+            scaled: if format.latents { v } else { stored },
+            is_k: is_k || format.latents,
+            page_size: shape.page_size,
+        }
     };
-    [
-        part(true, shape.format.k, shape.head_dim.k),
-        part(false, shape.format.v, shape.head_dim.v),
-    ]
+    [part(true, format.k, k), part(false, format.v, v)]
 }
 
-/// Bytes of one KV head's run.
+/// Bytes of one KV head's run: of latents K's alone.
 pub fn run_bytes(shape: &Shape) -> usize {
-    parts(shape).map(Part::all_bytes).iter().sum()
+    let [k, v] = parts(shape).map(Part::all_bytes);
+    if shape.format.latents { k } else { k + v }
 }
 
 impl Part {
     /// Bytes of the codes and of the parameters.
     fn bytes(self) -> [usize; 2] {
-        let (dim, tokens) = (self.dim, self.page_size);
+        let (dim, tokens) = (self.stored, self.page_size);
         match self.scheme {
             Scheme::F16 | Scheme::Bf16 => [2 * dim * tokens, 0],
             Scheme::Fp8E4m3 | Scheme::Int8(Int8Scale::Tensor) => [dim * tokens, 0],
-            Scheme::Int8(Int8Scale::Token) | Scheme::RotatedInt8 => [dim * tokens, 2 * tokens],
+            Scheme::Int8(Int8Scale::Token) | Scheme::RotatedInt8 => {
+                [dim * tokens, dim.div_ceil(self.scaled) * 2 * tokens]
+            }
             Scheme::Int8(Int8Scale::Group32) => [dim * tokens, dim / 32 * 2 * tokens],
             Scheme::Int4(g) => [dim * tokens / 2, usize::from(g) * 4 * tokens],
             Scheme::RotatedInt4 { groups, .. } => {
@@ -194,7 +221,7 @@ impl Part {
 
     /// Byte and shift of the code of token `t`, dim `d`, among the codes.
     fn code_at(self, t: usize, d: usize) -> (usize, u32) {
-        let (size, dim) = (self.page_size, self.dim);
+        let (size, dim) = (self.page_size, self.stored);
         let slot = |t: usize| 4 * (t % 8 / 2) + 2 * (t / 8) + t % 2;
         let half = |i: usize| if i % 16 < 8 { 0 } else { 4 };
         let row = |i: usize| 8 * (i / 16) + i % 8;
@@ -221,7 +248,7 @@ impl Part {
         let (codes, params) = bytes.split_at(self.bytes()[0]);
         let (at, shift) = self.code_at(t, d);
         let signed = f64::from(codes[at] as i8);
-        let (size, dim) = (self.page_size, self.dim);
+        let (size, dim) = (self.page_size, self.stored);
         let nibble = f64::from(codes[at] >> shift & 15);
         match self.scheme {
             Scheme::F16 => Element::float(f16_at(&codes[at..], 0)),
@@ -234,7 +261,7 @@ impl Part {
             },
             Scheme::Int8(Int8Scale::Tensor) => Element::new(signed, tensor_scale),
             Scheme::Int8(Int8Scale::Token) | Scheme::RotatedInt8 => {
-                Element::new(signed, f16_at(params, t))
+                Element::new(signed, f16_at(params, d / self.scaled * size + t))
             }
             Scheme::Int8(Int8Scale::Group32) => {
                 Element::new(signed, f16_at(params, d / 32 * size + t))
@@ -318,6 +345,10 @@ pub struct Side {
     pub scheme: Scheme,
     /// Elements per head.
     pub dim: usize,
+    /// Elements of a block of its rotation.
+    pub block: usize,
+    /// Elements of K that the first part of a query meets: all, but of latents in integers.
+    pub first_part: usize,
     /// The values that a row reads without residuals.
     pub coarse: Numbers,
     /// The values that a row reads with residuals; empty if the scheme has no window.
@@ -346,8 +377,7 @@ pub fn block(head_dim: usize) -> usize {
 }
 
 /// Multiplies the blocks of a row by Sylvester's Hadamard matrix and by `factor`.
-pub fn hadamard(row: &mut [f64], factor: f64) {
-    let block = block(row.len());
+fn hadamard(row: &mut [f64], block: usize, factor: f64) {
     for block in row.chunks_exact_mut(block) {
         let mut stride = 1;
         while stride < block.len() {
@@ -362,22 +392,23 @@ pub fn hadamard(row: &mut [f64], factor: f64) {
 }
 
 /// The row that a rotated scheme stores.
-pub fn rotate(row: &mut [f64]) {
-    let half = (block(row.len()) as f64).log2() / 2.0;
-    hadamard(row, half.floor().exp2().recip());
+pub fn rotate(row: &mut [f64], block: usize) {
+    let half = (block as f64).log2() / 2.0;
+    hadamard(row, block, half.floor().exp2().recip());
 }
 
 /// The row that a stored one was; a query's rotation, too.
-pub fn turn_back(row: &mut [f64]) {
-    let half = (block(row.len()) as f64).log2() / 2.0;
-    hadamard(row, half.ceil().exp2().recip());
+pub fn turn_back(row: &mut [f64], block: usize) {
+    let half = (block as f64).log2() / 2.0;
+    hadamard(row, block, half.ceil().exp2().recip());
 }
 
 /// The rows that stored ones stand for, in their order.
-fn turned_back(scheme: Scheme, head_dim: usize, stored: &[f64]) -> Vec<f64> {
+fn turned_back(part: Part, stored: &[f64]) -> Vec<f64> {
     let mut x = stored.to_vec();
-    if is_rotated(scheme) {
-        x.chunks_exact_mut(head_dim).for_each(turn_back);
+    if is_rotated(part.scheme) {
+        let rows = x.chunks_exact_mut(part.dim);
+        rows.for_each(|row| turn_back(row, block(part.stored)));
     }
     x
 }
@@ -393,7 +424,12 @@ pub fn read(shape: &Shape, pages: &[Vec<u8>], tokens: usize, scales: [&[f32]; 2]
         0 => 0,
         _ => parts[0].bytes()[0],
     };
-    let firsts = [[0, 0], [parts[0].all_bytes(), k_residuals]];
+    let of_v = if shape.format.latents {
+        0
+    } else {
+        parts[0].all_bytes()
+    };
+    let firsts = [[0, 0], [of_v, k_residuals]];
     [0, 1].map(|side| {
         let (part, [first, first_residual]) = (parts[side], firsts[side]);
         let (scheme, dim) = (part.scheme, part.dim);
@@ -422,11 +458,17 @@ pub fn read(shape: &Shape, pages: &[Vec<u8>], tokens: usize, scales: [&[f32]; 2]
             }
         }
         for numbers in [&mut coarse, &mut fine] {
-            numbers.x = turned_back(scheme, dim, &numbers.stored);
+            numbers.x = turned_back(part, &numbers.stored);
         }
         Side {
             scheme,
             dim,
+            block: block(part.stored),
+            first_part: if is_integer(shape.format) {
+                part.scaled
+            } else {
+                dim
+            },
             coarse,
             fine,
         }

@@ -216,11 +216,12 @@ fn visible(p: &Problem, b: usize, i: usize) -> std::ops::Range<usize> {
 
 fn drawn_config(draw: &mut Draw<'_, '_>) -> CacheConfig {
     let heads = either(draw, &[1, 2, 8]);
-    let mut config = CacheConfig::builder(draw.format(), Heads::new(heads, heads, dims(draw)))
-        .unit_tensor_scales()
-        .sequences(either(draw, &[0, 1, 3]))
-        .max_len(either(draw, &[0, 1, 100, 4096]))
-        .build();
+    let mut config =
+        CacheConfig::builder(draw.cache_format(), Heads::new(heads, heads, dims(draw)))
+            .unit_tensor_scales()
+            .sequences(either(draw, &[0, 1, 3]))
+            .max_len(either(draw, &[0, 1, 100, 4096]))
+            .build();
     if draw.once_in(2) {
         config.page_size = either(draw, &[16, 32, 64, 128]);
     }
@@ -264,6 +265,7 @@ fn config_can_be(c: &CacheConfig) -> bool {
         && c.num_pages as u128 * page() <= isize::MAX as u128
         && scales(c.format.k, &c.k_tensor_scales)
         && scales(c.format.v, &c.v_tensor_scales)
+        && (!c.format.latents || c.k_tensor_scales == c.v_tensor_scales)
 }
 
 fn shape(c: &CacheConfig) -> Shape {

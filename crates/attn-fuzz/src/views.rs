@@ -82,6 +82,8 @@ fn side_of(side: &Side, numbers: Numbers) -> pages::Side {
     pages::Side {
         scheme: side.scheme,
         dim: side.dim,
+        block: pages::block(side.dim),
+        first_part: side.dim,
         coarse: numbers,
         fine: Numbers::default(),
     }

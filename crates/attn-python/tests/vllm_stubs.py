@@ -61,8 +61,7 @@ class AttentionBackend:
             "MLA not supported": not use_mla,
             "compute capability not supported": cls.supports_compute_capability(device_capability),
         }
-        combined = cls.supports_combination(head_size, dtype, kv_cache_dtype, 64, use_mla, False, False, False, device_capability)
-        return [reason for reason, holds in checks.items() if not holds] + ([combined] if combined else [])
+        return [reason for reason, holds in checks.items() if not holds]
 
 
 class AttentionMetadata:

@@ -1,7 +1,7 @@
 //! The actions of a life: each draws a call, makes it, and compares its outcome with the model.
 
 use attn_conformance::noise::Noise;
-use attn_core::{Append, Error, Scheme, TokenWrite, internals::order_free_pages};
+use attn_core::{Append, Error, HeadDim, Scheme, TokenWrite, internals::order_free_pages};
 
 use super::{Demand, Done, Life, Sequence};
 use crate::{draw::Draw, hold, pages};
@@ -16,12 +16,13 @@ impl Life<'_> {
             2 => draw.range(0..=400),
             _ => draw.range(0..=self.config.page_size + 3),
         };
-        let rows = self.rows();
+        let rows = self.given_rows();
         let size = draw.pick(&[1.0, 1.0, 4.0, 1e-7, 0.0, 1e4, 1e15, 3e38]);
         let [mut k, mut v] = rows.map(|row| draw.noise(tokens * row, size));
         let mut good = true;
         if tokens > 0 && draw.once_in(6) {
-            let x = if draw.once_in(2) { &mut k } else { &mut v };
+            let of_k = draw.once_in(2) || v.is_empty();
+            let x = if of_k { &mut k } else { &mut v };
             let at = draw.range(0..=x.len() - 1);
             x[at] = draw.float();
         }
@@ -37,8 +38,11 @@ impl Life<'_> {
             k.push(0.0);
             good = false;
         } else if draw.once_in(16) {
-            v.truncate(tokens.saturating_sub(1) * rows[1]);
-            good &= tokens == 0;
+            match rows[1] {
+                0 => v.push(0.0),
+                row => v.truncate(tokens.saturating_sub(1) * row),
+            }
+            good &= tokens == 0 && v.is_empty();
         } else if rows[0] != rows[1] && draw.once_in(8) {
             // As many elements in all, but each side has the other's.
             (k, v) = (v, k);
@@ -55,6 +59,13 @@ impl Life<'_> {
             return Ok(Done::Refused);
         }
         self.grow(s, tokens);
+        if self.config.format.latents {
+            let HeadDim { k: row, v: first } = self.config.head_dim;
+            v = k
+                .chunks_exact(row)
+                .flat_map(|row| row[..first].to_vec())
+                .collect();
+        }
         let sequence = &mut self.sequences[s];
         if let Some([ks, vs]) = &mut sequence.floats {
             ks.extend(k);

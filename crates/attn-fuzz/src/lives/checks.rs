@@ -26,7 +26,8 @@ impl Life<'_> {
         config.num_pages = counts.iter().sum();
         let alone = self.backends.reference.create_cache(&config);
         let mut alone = alone.map_err(|e| e.to_string())?;
-        alone.append(0, k, v).map_err(|e| e.to_string())?;
+        let given_v = if config.format.latents { &[][..] } else { v };
+        alone.append(0, k, given_v).map_err(|e| e.to_string())?;
         let bytes = alone.read_back(0).map_err(|e| e.to_string())?;
         for (x, side) in [k, v].into_iter().zip(&self.values(&bytes, tokens)) {
             check_error(&self.config, side, x)?;
@@ -225,7 +226,8 @@ fn check_error(config: &CacheConfig, side: &Side, x: &[f32]) -> Result<(), Strin
     );
     let mut rows: Vec<f64> = x.iter().map(|x| f64::from(*x)).collect();
     if pages::is_rotated(scheme) {
-        rows.chunks_exact_mut(dim).for_each(pages::rotate);
+        let rows = rows.chunks_exact_mut(dim);
+        rows.for_each(|row| pages::rotate(row, side.block));
     }
     let largest = |row: &[f64]| row.iter().fold(0.0, |a: f64, x| a.max(x.abs()));
     let most: Vec<f64> = rows.chunks_exact(dim).map(largest).collect();
