@@ -283,7 +283,9 @@ fn read_back_leaves_out_what_no_latent_wrote(
         for i in 0..2 {
             cache.write_page(i, &page).unwrap();
         }
-        cache.append(0, &values(70 * dim.0, 5), &[0.0f32; 0]).unwrap();
+        cache
+            .append(0, &values(70 * dim.0, 5), &[0.0f32; 0])
+            .unwrap();
         cache.read_back(0).unwrap()
     };
     assert_eq!(read(0), read(0xff));
