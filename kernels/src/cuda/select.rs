@@ -435,6 +435,13 @@ pub(crate) fn dequantized_as(
             && Shape::new(problem, f16, pages)
                 .many_rows(shared_limit)
                 .is_some();
+    // `dequantize.cu` writes no more dims of V than of K, and parts of wide rows are copied without regard to residuals.
+    let has_windows = [format.k, format.v]
+        .iter()
+        .any(|side| side.window().tiles() > 0);
+    let has_dims = has_dims
+        && problem.head_dim.k >= problem.head_dim.v
+        && !(has_windows && has_wide_rows(f16, problem.head_dim));
     let becomes_f16 =
         !is_16_bit && !format.latents && has_dims && (are_exact || problem.may_use_floats(format));
     let as_it_is = match layout {

@@ -508,3 +508,24 @@ fn wide_rows_take_the_kernel_that_was_measured_faster() {
         assert!(fastest.is_some_and(is_chosen), "{:?}", selected.candidates);
     }
 }
+
+/// Kills pages of residuals that wide rows would be read without, and values wider than keys, which `dequantize.cu` does not write.
+#[test]
+fn wide_rows_become_f16_where_they_have_no_residuals() {
+    for (format, dim, want) in [
+        ("int8-plain", (512, 512), true),
+        ("fp8", (512, 512), true),
+        ("int4", (512, 512), false),
+        ("int4-w0", (512, 512), true),
+        ("int4", (256, 256), true),
+        ("int8-plain", (64, 320), false),
+        ("bf16-latents", (576, 512), false),
+    ] {
+        let heads = Heads::new(8, 1, HeadDim::from(dim));
+        let problem = Problem::new(heads, [4096]).q_len(4096);
+        let problem = problem.arithmetic(Arithmetic::Fast);
+        let (format_of, pages) = (format.parse().unwrap(), KvLayout::Pages(64));
+        let found = dequantized_as(&problem, format_of, pages, LIMITS.shared_limit);
+        assert_eq!(found.is_some(), want, "{format} {dim:?}");
+    }
+}

@@ -102,6 +102,7 @@ impl Shapes {
             if !case.format.is_integer() {
                 self.jobs.extend(without_copy_engine(&case)?);
             }
+            self.jobs.extend(from_f16(&case)?);
         }
         for case in short_ones() {
             for kernel in [KernelChoice::SplitKv(None), KernelChoice::LowLatencyGlobal] {
@@ -128,6 +129,26 @@ impl Shapes {
         self.jobs.extend(job.filter(is_covered));
         Ok(())
     }
+}
+
+/// A shape whose cache becomes f16 first, where it can.
+fn from_f16(case: &Case) -> Result<Option<Job>> {
+    let layout = match case.is_view() {
+        true => KvLayout::Rows,
+        false => KvLayout::Pages(case.page_size),
+    };
+    let preferences = Preferences {
+        dequantize: Some(true),
+        ..prefers(KernelChoice::ManyRows)
+    };
+    let job = Job::new(
+        PlanKind::Known,
+        case.clone(),
+        layout,
+        preferences,
+        Arch::Sm90a,
+    )?;
+    Ok(job.filter(|job| job.plan.dequantized.is_some()))
 }
 
 /// The kernel of many rows as an A100 has it, and from pages of the workspace where rows are attended so there alone.

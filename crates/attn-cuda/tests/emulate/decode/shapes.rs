@@ -217,6 +217,7 @@ pub(super) fn wide_rows() -> Vec<Case> {
         (64, [4, 1], same(512), &[1100, 70], &[20, 3], "fp8"),
         (128, [6, 2], latents, &[70, 130, 0], &[3, 1, 0], "fp8"),
         (16, [12, 1], (64, 320).into(), &[130; 40], &[1; 40], "fp8"),
+        (BY_HEADS, [4, 1], same(512), &[200, 70], &[20, 3], "fp8"),
         (BY_HEADS, [4, 1], same(512), &[200, 70], &[20, 3], "bf16"),
         (
             BY_TOKENS,
@@ -252,6 +253,22 @@ pub(super) fn wide_rows() -> Vec<Case> {
     let mut not_causal = all[8].clone();
     not_causal.problem.scores.causal = false;
     not_causal.problem.scores.sinks = Some(vec![0.5, -2.0, 6.0]);
+    // What becomes f16 first: of 8 bits without residuals, where the problem says so.
+    for (seed, (dim, format)) in [
+        (same(512), "int8-plain"),
+        ((320, 256).into(), "int8-tensor"),
+        (same(512), "int4"),
+        ((64, 320).into(), "int8-plain"),
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let mut fast = Case::new([4, 1], dim, &[200, 70], format.parse().expect("a name"));
+        fast.problem.q_lens = vec![33, 3];
+        fast.problem.scores.arithmetic = Arithmetic::Fast;
+        (fast.build, fast.seed) = (Build::AtOnce, 40 + seed as u64);
+        all.push(fast);
+    }
     // Scores so far apart that states are rescaled within segments.
     let mut far = all[3].clone();
     far.problem.scores.softmax_scale = Some(20.0);
