@@ -125,10 +125,14 @@ pub(super) fn short_ones() -> Vec<Case> {
 const BY_HEADS: usize = 0;
 const BY_TOKENS: usize = 1;
 
+/// Formats of a line of shapes have commas between.
+const FLOAT_LATENTS: &str = "bf16-latents,fp8-latents";
+
 /// Shapes of wide rows in `many_rows.cu`: parts of K and of V, row blocks, spans that several teams have, whole work items, pages of every size, masks.
 pub(super) fn wide_rows() -> Vec<Case> {
     let same = HeadDim::same;
     let latents = HeadDim::from((576, 512));
+    let narrow = HeadDim::from((320, 256));
     let shapes = [
         (
             64,
@@ -151,14 +155,7 @@ pub(super) fn wide_rows() -> Vec<Case> {
         ),
         (32, [4, 1], (192, 128).into(), &[130, 70], &[33, 3], "int8"),
         (64, [16, 1], same(512), &[300, 65], &[1, 1], "int8-tensor"),
-        (
-            64,
-            [12, 1],
-            (320, 256).into(),
-            &[1500],
-            &[1],
-            "int8-plain/int8",
-        ),
+        (64, [12, 1], narrow, &[1500], &[1], "int8-plain/int8"),
         (64, [3, 1], same(160), &[400, 100], &[30, 7], "int8"),
         (16, [4, 1], same(192), &[130, 100], &[130, 40], "int8"),
         // Spans of a work item in many teams, and more work items than eight for each.
@@ -177,48 +174,35 @@ pub(super) fn wide_rows() -> Vec<Case> {
         (
             16,
             [12, 1],
-            (320, 256).into(),
+            narrow,
             &[1100, 70],
             &[2, 1],
             "int8-plain-latents",
         ),
         (32, [12, 1], same(128), &[130; 40], &[1; 40], "int8-latents"),
         // Floats of more than 256 dims: latents, both sides apart, unlike ones, whole work items, spans in many teams, pages of every size, rows of other engines.
-        (
-            64,
-            [16, 1],
-            latents,
-            &[1100, 70, 0],
-            &[1, 1, 1],
-            "bf16-latents",
-        ),
+        (64, [16, 1], latents, &[1100, 70, 0], &[1; 3], FLOAT_LATENTS),
         (128, [20, 1], latents, &[140, 64], &[4, 1], "f16-latents"),
-        (
-            16,
-            [12, 1],
-            (320, 256).into(),
-            &[130; 40],
-            &[1; 40],
-            "bf16-latents",
-        ),
-        (64, [4, 1], same(512), &[1100, 70], &[20, 3], "bf16"),
-        (32, [6, 2], latents, &[70, 130, 0], &[3, 1, 0], "bf16"),
+        (16, [12, 1], narrow, &[130; 40], &[1; 40], FLOAT_LATENTS),
+        (64, [4, 1], same(512), &[1100, 70], &[20, 3], "bf16,fp8"),
+        (32, [6, 2], latents, &[70, 130, 0], &[3, 1, 0], "bf16,fp8"),
         (128, [4, 1], same(320), &[200, 70], &[17, 1], "f16"),
-        (16, [12, 1], (64, 320).into(), &[130; 40], &[1; 40], "f16"),
-        (64, [16, 1], latents, &[1100, 70], &[1, 1], "fp8-latents"),
         (
             16,
             [12, 1],
-            (320, 256).into(),
+            (64, 320).into(),
             &[130; 40],
             &[1; 40],
-            "fp8-latents",
+            "f16,fp8",
         ),
-        (64, [4, 1], same(512), &[1100, 70], &[20, 3], "fp8"),
-        (128, [6, 2], latents, &[70, 130, 0], &[3, 1, 0], "fp8"),
-        (16, [12, 1], (64, 320).into(), &[130; 40], &[1; 40], "fp8"),
-        (BY_HEADS, [4, 1], same(512), &[200, 70], &[20, 3], "fp8"),
-        (BY_HEADS, [4, 1], same(512), &[200, 70], &[20, 3], "bf16"),
+        (
+            BY_HEADS,
+            [4, 1],
+            same(512),
+            &[200, 70],
+            &[20, 3],
+            "bf16,fp8",
+        ),
         (
             BY_TOKENS,
             [6, 2],
@@ -230,18 +214,23 @@ pub(super) fn wide_rows() -> Vec<Case> {
     ];
     let mut all: Vec<Case> = shapes
         .into_iter()
+        .flat_map(|(page_size, heads, dim, kv_lens, q_lens, formats)| {
+            formats.split(',').map(move |format| {
+                let format = format.parse().expect("a format's name");
+                let mut case = Case::new(heads, dim, kv_lens, format);
+                case.problem.q_lens = q_lens.to_vec();
+                match page_size {
+                    BY_HEADS => case.build = Build::Bnsh,
+                    BY_TOKENS => case.build = Build::Bsnh,
+                    pages => (case.build, case.page_size) = (Build::AtOnce, pages),
+                }
+                case
+            })
+        })
         .enumerate()
-        .map(|(i, (page_size, heads, dim, kv_lens, q_lens, format))| {
-            let format = format.parse().expect("a format's name");
-            let mut case = Case::new(heads, dim, kv_lens, format);
-            case.problem.q_lens = q_lens.to_vec();
-            case.seed = i as u64;
-            match page_size {
-                BY_HEADS => case.build = Build::Bnsh,
-                BY_TOKENS => case.build = Build::Bsnh,
-                pages => (case.build, case.page_size) = (Build::AtOnce, pages),
-            }
-            case
+        .map(|(i, case)| Case {
+            seed: i as u64,
+            ..case
         })
         .collect();
     let mut masked = all[3].clone();
