@@ -84,6 +84,11 @@ template <bool B_SIGNED> struct Products {
         load_left(left, a);
         multiply_signed(d, left, b, adds);
     }
+    template <int N> DEVICE void multiply_shared_unsigned(int (&d)[N], u64 a, u64 b, bool adds) {
+        u32 left[4];
+        load_left(left, a);
+        multiply_unsigned(d, left, b, adds);
+    }
 };
 
 template <bool IS_BF16, bool B_TURNED> struct FloatProducts {

@@ -65,6 +65,18 @@ template <int COUNT> DEVICE void take_registers() { asm volatile("setmaxnreg.inc
 #define ATTN_PRODUCT_80(DEPTH, TYPES, C, TAIL) ATTN_PRODUCT_OF(80, ATTN_TO_79, 80, 81, 82, 83, 84, 85, "m64n160" DEPTH, TYPES, C, TAIL)
 #define ATTN_PRODUCT_96(DEPTH, TYPES, C, TAIL) ATTN_PRODUCT_OF(96, ATTN_TO_95, 96, 97, 98, 99, 100, 101, "m64n192" DEPTH, TYPES, C, TAIL)
 #define ATTN_PRODUCT_128(DEPTH, TYPES, C, TAIL) ATTN_PRODUCT_OF(128, ATTN_TO_127, 128, 129, 130, 131, 132, 133, "m64n256" DEPTH, TYPES, C, TAIL)
+// The same of a in shared memory.
+#define ATTN_SHARED_PRODUCT_OF(N, SUMS, A, B, ADDS, SHAPE, TYPES, C, TAIL)                                                                                 \
+    asm volatile("{ .reg .pred p; setp.ne.b32 p, %" #ADDS ", 0; wgmma.mma_async.sync.aligned." SHAPE TYPES " {" SUMS "}, %" #A ", %" #B ", p" TAIL "; }"     \
+                 : ATTN_##N(C) : "l"(a), "l"(b), "r"((int)adds))
+#define ATTN_SHARED_PRODUCT_24(DEPTH, TYPES, C, TAIL) ATTN_SHARED_PRODUCT_OF(24, ATTN_TO_23, 24, 25, 26, "m64n48" DEPTH, TYPES, C, TAIL)
+#define ATTN_SHARED_PRODUCT_32(DEPTH, TYPES, C, TAIL) ATTN_SHARED_PRODUCT_OF(32, ATTN_TO_31, 32, 33, 34, "m64n64" DEPTH, TYPES, C, TAIL)
+#define ATTN_SHARED_PRODUCT_40(DEPTH, TYPES, C, TAIL) ATTN_SHARED_PRODUCT_OF(40, ATTN_TO_39, 40, 41, 42, "m64n80" DEPTH, TYPES, C, TAIL)
+#define ATTN_SHARED_PRODUCT_48(DEPTH, TYPES, C, TAIL) ATTN_SHARED_PRODUCT_OF(48, ATTN_TO_47, 48, 49, 50, "m64n96" DEPTH, TYPES, C, TAIL)
+#define ATTN_SHARED_PRODUCT_64(DEPTH, TYPES, C, TAIL) ATTN_SHARED_PRODUCT_OF(64, ATTN_TO_63, 64, 65, 66, "m64n128" DEPTH, TYPES, C, TAIL)
+#define ATTN_SHARED_PRODUCT_80(DEPTH, TYPES, C, TAIL) ATTN_SHARED_PRODUCT_OF(80, ATTN_TO_79, 80, 81, 82, "m64n160" DEPTH, TYPES, C, TAIL)
+#define ATTN_SHARED_PRODUCT_96(DEPTH, TYPES, C, TAIL) ATTN_SHARED_PRODUCT_OF(96, ATTN_TO_95, 96, 97, 98, "m64n192" DEPTH, TYPES, C, TAIL)
+#define ATTN_SHARED_PRODUCT_128(DEPTH, TYPES, C, TAIL) ATTN_SHARED_PRODUCT_OF(128, ATTN_TO_127, 128, 129, 130, "m64n256" DEPTH, TYPES, C, TAIL)
 // Numbers of d of the head dims that there are.
 #define ATTN_EACH_WIDTH(DEFINE) DEFINE(24) DEFINE(32) DEFINE(40) DEFINE(48) DEFINE(64) DEFINE(80) DEFINE(96) DEFINE(128)
 
@@ -83,6 +95,10 @@ template <bool B_SIGNED> struct Products {
     }
     // b has 48 to 256 columns.
 #define ATTN_MULTIPLY(N)                                                                     \
+    DEVICE void multiply_shared_unsigned(int (&d)[N], u64 a, u64 b, bool adds) {             \
+        if constexpr (B_SIGNED) ATTN_SHARED_PRODUCT_##N("k32", ".s32.u8.s8", "+r", "");     \
+        else ATTN_SHARED_PRODUCT_##N("k32", ".s32.u8.u8", "+r", "");                        \
+    }                                                                                        \
     DEVICE void multiply_unsigned(int (&d)[N], const u32 (&a)[4], u64 b, bool adds) {        \
         if constexpr (B_SIGNED) ATTN_PRODUCT_##N("k32", ".s32.u8.s8", "+r", "");            \
         else ATTN_PRODUCT_##N("k32", ".s32.u8.u8", "+r", "");                               \
@@ -94,13 +110,15 @@ template <bool B_SIGNED> struct Products {
 // Products of 16-bit floats, 16 deep, summed in f32. Of `a` a thread has elements 2·(lane%4) + {0, 1} of both rows, then those of the second 8 of
 // the 16. b's columns lie in rows of eight elements (K in pages), or, B_TURNED, its rows do (V in pages).
 template <bool IS_BF16, bool B_TURNED> struct FloatProducts {
-    DEVICE void multiply_shared(float (&d)[32], u64 a, u64 b, bool adds) {
-        static_assert(!B_TURNED, "not needed");
-        if constexpr (IS_BF16)
-            asm volatile("{ .reg .pred p; setp.ne.b32 p, %34, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" ATTN_TO_31 "}, %32, %33, p, 1, 1, 0, 0; }" : ATTN_32("+f") : "l"(a), "l"(b), "r"((int)adds));
-        else
-            asm volatile("{ .reg .pred p; setp.ne.b32 p, %34, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {" ATTN_TO_31 "}, %32, %33, p, 1, 1, 0, 0; }" : ATTN_32("+f") : "l"(a), "l"(b), "r"((int)adds));
+#define ATTN_MULTIPLY_SHARED(N)                                                                                  \
+    DEVICE void multiply_shared(float (&d)[N], u64 a, u64 b, bool adds) {                                        \
+        if constexpr (IS_BF16 && B_TURNED) ATTN_SHARED_PRODUCT_##N("k16", ".f32.bf16.bf16", "+f", ", 1, 1, 0, 1"); \
+        else if constexpr (IS_BF16) ATTN_SHARED_PRODUCT_##N("k16", ".f32.bf16.bf16", "+f", ", 1, 1, 0, 0");     \
+        else if constexpr (B_TURNED) ATTN_SHARED_PRODUCT_##N("k16", ".f32.f16.f16", "+f", ", 1, 1, 0, 1");      \
+        else ATTN_SHARED_PRODUCT_##N("k16", ".f32.f16.f16", "+f", ", 1, 1, 0, 0");                              \
     }
+    ATTN_EACH_WIDTH(ATTN_MULTIPLY_SHARED)
+#undef ATTN_MULTIPLY_SHARED
 #define ATTN_MULTIPLY(N)                                                                                      \
     DEVICE void multiply(float (&d)[N], const u32 (&a)[4], u64 b, bool adds) {                                 \
         if constexpr (IS_BF16 && B_TURNED) ATTN_PRODUCT_##N("k16", ".f32.bf16.bf16", "+f", ", 1, 1, 1");      \

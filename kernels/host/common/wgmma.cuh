@@ -59,11 +59,13 @@ template <bool B_SIGNED> struct Products {
                 }
             }
     }
-    template <int N> DEVICE void multiply_shared(int (&d)[N], u64 a, u64 b, bool adds) {
+    template <int N> DEVICE void multiply_shared(int (&d)[N], u64 a, u64 b, bool adds) { multiply_matrices(d, a, true, b, adds); }
+    template <int N> DEVICE void multiply_shared_unsigned(int (&d)[N], u64 a, u64 b, bool adds) { multiply_matrices(d, a, false, b, adds); }
+    template <int N> static void multiply_matrices(int (&d)[N], u64 a, bool a_signed, u64 b, bool adds) {
         u8 rows[2][32];
         for (int h = 0; h < 2; h++)
             for (int half = 0; half < 2; half++) memcpy(rows[h] + 16 * half, matrix_bytes(a, me().thread / 32 % 4 * 16 + lane_id() / 4 + 8 * h, half), 16);
-        multiply(d, rows, true, b, adds);
+        multiply(d, rows, a_signed, b, adds);
     }
     template <int N> static void multiply_registers(int (&d)[N], const u32 (&a)[4], bool a_signed, u64 b, bool adds) {
         u8 rows[2][32];

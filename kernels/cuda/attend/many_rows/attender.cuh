@@ -1,21 +1,24 @@
 // A warpgroup of many_rows.cu attends rows of its own in a work item: the states of segments, spans and the row (section 6 of docs/arithmetic.md).
 #pragma once
 #include "attend/many_rows/integers.cuh"
-#include "attend/many_rows/wide_floats.cuh"
+#include "attend/many_rows/paired_floats.cuh"
 
 namespace attn {
 
-template <bool IS_INTEGER, bool IS_WIDE> struct TilesOf {
+template <bool IS_INTEGER, bool IS_WIDE, bool HAS_PAIRS> struct TilesOf {
     using Type = IntegerTiles;
 };
-template <> struct TilesOf<false, false> {
+template <> struct TilesOf<false, false, false> {
     using Type = FloatTiles;
 };
-template <> struct TilesOf<false, true> {
+template <> struct TilesOf<false, true, false> {
     using Type = WideFloatTiles;
 };
+template <> struct TilesOf<false, true, true> {
+    using Type = PairedFloatTiles;
+};
 
-struct RowAttender : TilesOf<INTEGER, Config::IS_WIDE>::Type {
+struct RowAttender : TilesOf<INTEGER, Config::IS_WIDE, Config::HAS_PAIRS>::Type {
     static constexpr bool MERGES_ROWS = Config::WHOLE_ITEMS || !Config::LEAVES_EACH_SPAN;
     static constexpr int AT_ONCE = Config::IS_WIDE ? 4 : ELEMENTS / 4;  // pairs of a row that are written at once: registers bind where the state is large
 

@@ -57,6 +57,9 @@ struct ManyRowsConfig : KernelDefaults {
     static constexpr bool QUERIES_IN_REGISTERS = !INTEGER && UNPACKS && K_DIM > 64 && !IS_WIDE;
     static constexpr bool TWO_PARTS = !INTEGER && !UNPACKS;  // whether f32 queries may be the sum of two floats; one is finer than any code
 
+    // Whether the warpgroups of a team take tiles of wide floats in pairs (many_rows/paired_floats.cuh): of latents, which leave room for weights.
+    static constexpr bool HAS_PAIRS = !INTEGER && IS_WIDE && LATENTS && !UNPACKS && ATTN_BULK && K_DIM - V_DIM >= TILE;
+
     // Index of this thread among those that merge together.
     static METHOD int merge_thread() { return (threadIdx.x - 128) % MERGE_THREADS; }
 };

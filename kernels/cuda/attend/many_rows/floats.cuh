@@ -218,13 +218,17 @@ struct FloatTiles : Warpgroup {
             return f16_pair(x, y);
         }
     }
-    // Weights of a step, and their sums; what was summed before is rescaled.
-    template <int TILES> METHOD void weigh(Scores<TILES>& s, int index, Weights<TILES>& weights) {
-        float scale[2], base[2], alpha[2], sum[2] = {0.0f, 0.0f};
-        find_maxima<TILES>(s, index, scale, base, alpha);
+    // Multiplies what was summed before.
+    METHOD void rescale(const float (&alpha)[2]) {
         if (__any_sync(~0u, alpha[0] != 1.0f || alpha[1] != 1.0f))
 #pragma unroll
             for (int i = 0; i < ELEMENTS; i++) o[i] = o[i] * alpha[i / 2 % 2];
+    }
+    // Weights of a step, and their sums. Calls take(what `rescale` needs) before.
+    template <int TILES, class Take> METHOD void weigh(Scores<TILES>& s, int index, Weights<TILES>& weights, Take take) {
+        float scale[2], base[2], alpha[2], sum[2] = {0.0f, 0.0f};
+        find_maxima<TILES>(s, index, scale, base, alpha);
+        take(alpha);
 #pragma unroll
         for (int i = 0; i < TILES * 4; i++)
 #pragma unroll
@@ -269,7 +273,7 @@ struct FloatTiles : Warpgroup {
         if (held >= 0) release_sides<TILES>(ring, held - ring.stage);
         release_sides<TILES>(ring, side);
         if (ATTN_BULK) held = ring.stage + side + 1;
-        weigh<TILES>(s, index + first, weights);
+        weigh<TILES>(s, index + first, weights, [&](const float(&alpha)[2]) { rescale(alpha); });
         wait_sides<TILES>(ring, side + 1);
         // The second warpgroup's turn comes behind the first one's, which has cleared the same stages.
         if (!Config::UNPACKS && (!TAKES_TURNS || warpgroup == 0)) clear_missing<TILES>(at + SIDE_BYTES, range.kv_len - (index + first) * TILE);

@@ -344,7 +344,7 @@ struct PartCopier : TileCopier<RangeSource> {
 // The turner-th of the warps that turn latents into values where they lie in a stage. A panel of 16 dims has a token's side by side; then those of a dim's tokens are, in
 // slot order: [half of the dims][16 tokens][dim][16 bytes].
 struct Turner {
-    static constexpr int PANELS = Values::PANELS / Config::V_PARTS, PANEL_BYTES = TILE * 16;
+    static constexpr int PANELS = Values::PANELS / Config::V_PARTS, PANEL_BYTES = TILE * 16, AT_ONCE = 3;
     Ring ring;
     int turner, lane;
 
@@ -352,14 +352,15 @@ struct Turner {
     template <int N> METHOD void turn_panels(u32 at) const {
         u32 x[N][4][2];
 #pragma unroll
-        for (int i = 0; i < N; i++) load_value_rows({at + i * PANEL_BYTES, 0}, 0, lane, x[i]);
+        for (int i = 0; i < N; i++) load_value_rows({at + i * PANEL_BYTES, 0}, 0, lane, x[i], lane >= 16);
         __syncwarp();
-        const int dim = 2 * (lane % 8);  // of the row whose place the lane says
+        // Of the row whose place the lane says: an even one of the first eight, or an odd one of the others, which lie in other banks.
+        const int dim = 2 * (lane % 8) + (lane % 8 >= 4);
         const u32 to = at + dim / 8 * 512 + dim % 8 * 16 + lane / 8 * 128;
 #pragma unroll
         for (int i = 0; i < N; i++)
 #pragma unroll
-            for (int e = 0; e < 2; e++) stmatrix_x4(to + i * PANEL_BYTES + e * 16, x[i][0][e], x[i][1][e], x[i][2][e], x[i][3][e]);
+            for (int e = 0; e < 2; e++) stmatrix_x4((to ^ e * 16) + i * PANEL_BYTES, x[i][0][e], x[i][1][e], x[i][2][e], x[i][3][e]);
     }
     // Every stage is one that these warps say is there, too.
     METHOD void arrive() {
@@ -370,10 +371,10 @@ struct Turner {
     METHOD void turn_part() {
         barrier_wait(copied(ring), ring.phase);
 #pragma unroll 1
-        for (int panel = 2 * turner; panel < PANELS; panel += 2 * Config::TURNERS) {
+        for (int panel = AT_ONCE * turner; panel < PANELS; panel += AT_ONCE * Config::TURNERS) {
             const u32 at = ring.at() + panel * PANEL_BYTES;
-            if (PANELS % 2 == 0 || panel + 1 < PANELS) turn_panels<2>(at);
-            else turn_panels<1>(at);
+            if (panel + AT_ONCE <= PANELS) turn_panels<AT_ONCE>(at);
+            else turn_panels<larger(PANELS % AT_ONCE, 1)>(at);
         }
         fence_async();  // products see what is turned
         arrive();

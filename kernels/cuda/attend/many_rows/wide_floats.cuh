@@ -192,7 +192,7 @@ struct WideFloatTiles : FloatTiles {
             products_wait<0>();
             products_landed(s[0]);
             release_keys();
-            weigh<1>(s, index, weights);
+            weigh<1>(s, index, weights, [&](const float(&alpha)[2]) { rescale(alpha); });
             take_values(range, index, [&](u32 at) {
                 multiply_values(at, weights);
                 products_wait<0>();

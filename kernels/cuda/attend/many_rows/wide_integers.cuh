@@ -17,7 +17,7 @@ struct WideTiles : IntegerRows {
     METHOD u32 span_memory(int at) const { return state + at; }
     // Numbers of a segment's tiles lie side by side.
     METHOD u32 row_place(int of, int tile, int row) const { return span_memory(of) + ((tile >> SEGMENT_SHIFT) * 64 + row) * 16 + tile % 4 * 4; }
-    METHOD u32 weights_place(int tile, int i) const { return span_memory(SpanMemory::WEIGHTS) + ((tile * 2 + i) * 128 + warp * 32 + lane) * 16; }
+    METHOD u32 weights_place(int tile) const { return span_memory(SpanMemory::WEIGHTS) + tile * (TILE * 64); }
     METHOD int thread_row(int h) const { return first_row + lane / 4 + 8 * h; }
 
     // Addresses in shared memory are found again: the compiler would find those of all phases at once, and keep them in registers that it lacks for the states.
@@ -75,17 +75,14 @@ struct WideTiles : IntegerRows {
         }
         products_commit();
     }
+    // Whether products with a warpgroup's next tile begin before it weighs the present one. Latents leave a ring of three tiles: a wait for the next one takes longer than
+    // its products.
+    static constexpr bool KEYS_AHEAD = !LATENTS;
     // Leaves the weights of a tile, the tile-th of the span.
-    METHOD void weigh(int index, int tile) {
-        KeySums sums;
-        multiply_keys(sums);
+    template <bool IS_LAST> METHOD void weigh(int index, int tile, int tiles, KeySums& sums) {
+        if (!KEYS_AHEAD) multiply_keys(sums);
         products_wait<0>();
         if (Config::K_PARTS > 1) release_stages(ring, Config::K_PARTS - 1, lane);
-        if (!has_rows) {
-            release_stages(ring, 1, lane);
-            leave_numbers(tile, {{}, {MINUS_INFINITY, MINUS_INFINITY}});
-            return;
-        }
         const u32 params = ring.at() + Stage::K_PART;
         KeyParams k;
         read_keys(params, k);
@@ -93,12 +90,21 @@ struct WideTiles : IntegerRows {
         release_stages(ring, 1, lane);
         float s[SUMS_OF_TILE];
         find_scores(sums, index, k, s);
-        Weighed w;
-        weigh_tile(s, index, 0, w);
+        if (KEYS_AHEAD) {
+            if (!IS_LAST || tile + 1 < tiles) pass_keys();
+            if (!IS_LAST) multiply_keys(sums);
+        }
+        if (has_rows) {
+            Weighed w;
+            weigh_tile(s, index, 0, w);
+            const u32 to = weights_place(tile) + thread_row(0) * 16 + 4 * (lane % 4);
 #pragma unroll
-        for (int i = 0; i < 2; i++)
-            sts128(weights_place(tile, i), {bits_float(w.a[i][0]), bits_float(w.a[i][1]), bits_float(w.a[i][2]), bits_float(w.a[i][3])});
-        leave_numbers(tile, w);
+            for (int i = 0; i < 8; i++) sts32(to + i / 2 * (64 * 16) + i % 2 * (8 * 16), w.a[i / 4][i % 4]);
+            leave_numbers(tile, w);
+        } else {
+            leave_numbers(tile, {{}, {MINUS_INFINITY, MINUS_INFINITY}});
+        }
+        if (!KEYS_AHEAD && tile + 1 < tiles) pass_keys();
     }
     METHOD void leave_numbers(int tile, const Weighed& w) const {
         if (lane % 4 != 0) return;
@@ -120,11 +126,15 @@ struct WideTiles : IntegerRows {
     // The weights of a span, by warpgroups in turn: one multiplies while the other weighs.
     METHOD void weigh_span(int index, int tiles) {
         forget_addresses();
+        if (warpgroup > 0) pass_keys();
+        if (warpgroup >= tiles) return;
+        KeySums sums;
+        if (KEYS_AHEAD) multiply_keys(sums);
+        int tile = warpgroup;
 #pragma unroll 1
-        for (int tile = 0; tile < tiles; tile++) {
-            if (tile % Config::WARPGROUPS == warpgroup) weigh(index + tile, tile);
-            else pass_keys();
-        }
+        for (; tile + (KEYS_AHEAD ? Config::WARPGROUPS : 0) < tiles; tile += Config::WARPGROUPS) weigh<!KEYS_AHEAD>(index + tile, tile, tiles, sums);
+        if (KEYS_AHEAD) weigh<true>(index + tile, tile, tiles, sums);
+        fence_async();  // products see the weights
     }
     // Folds the exponents and sums of a segment's tiles: a segment of a row to a thread.
     METHOD void find_factors(int tiles) const {
@@ -149,27 +159,18 @@ struct WideTiles : IntegerRows {
     // ---- values ----
 
     // Products of a tile with a part of V's dims come in pieces of a thread's elements: one is folded while the next is under way.
-    static constexpr int PIECES = ELEMENTS > 48 ? 2 : 1, PIECE = ELEMENTS / PIECES;
-    struct Weights {
-        u32 a[2][4];
-    };
-    METHOD Weights load_weights(int tile) const {
-        Weights w;
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            float4 x = lds128(weights_place(tile, i));
-            w.a[i][0] = float_bits(x.x), w.a[i][1] = float_bits(x.y), w.a[i][2] = float_bits(x.z), w.a[i][3] = float_bits(x.w);
-        }
-        return w;
-    }
-    // Begins the products of a piece with what lies at `at`.
-    METHOD void multiply_piece(u32 at, int piece, const Weights& w, int (&values)[PIECE]) const {
-        // Bytes from 16 tokens to the next ones, and from eight dims to the next ones: by tokens, or as `Turner` leaves latents.
-        constexpr int ALONG = LATENTS ? 128 : V_DIM / Config::V_PARTS * 16, ACROSS = LATENTS ? 512 : 128;
-        u64 v = matrices(at + warpgroup * Config::PART_DIMS / 8 * ACROSS, ALONG, ACROSS);
+    static constexpr int PIECES = ELEMENTS >= 48 ? 2 : 1, PIECE = ELEMENTS / PIECES;
+    // The left operand of products with the weights of a tile.
+    METHOD u64 weights_of(int tile) { return matrices(same_for_all(weights_place(tile)), 64 * 16); }
+    // The right operand of those with what lies at `at`: by tokens, or as `Turner` leaves latents.
+    static constexpr int ALONG = LATENTS ? 128 : V_DIM / Config::V_PARTS * 16, ACROSS = LATENTS ? 512 : 128;  // bytes from 16 tokens, and from eight dims, to the next ones
+    METHOD u64 values_of(u32 at) { return matrices(same_for_all(at) + warpgroup * Config::PART_DIMS / 8 * ACROSS, ALONG, ACROSS); }
+    // Begins the products of a piece.
+    METHOD void multiply_piece(u64 weights, u64 v, int piece, int (&values)[PIECE]) const {
         products_begin();
 #pragma unroll
-        for (int i = 0; i < 2; i++) Products<true>::multiply_unsigned(values, w.a[i], matrices_behind(v, i * 2 * ALONG + piece * PIECE / 4 * ACROSS), i > 0);
+        for (int i = 0; i < 2; i++)
+            Products<true>::multiply_shared_unsigned(values, matrices_behind(weights, i * 2 * 64 * 16), matrices_behind(v, i * 2 * ALONG + piece * PIECE / 4 * ACROSS), i > 0);
         products_commit();
     }
     METHOD float row_number(int of, int tile, int h) const { return bits_float(lds32(row_place(of, tile, thread_row(h)))); }
@@ -177,31 +178,46 @@ struct WideTiles : IntegerRows {
 #pragma unroll
         for (int i = 0; i < PIECE; i++) o[piece * PIECE + i] = fmaf((float)values[i], unit[i / 2 % 2], o[piece * PIECE + i]);
     }
-    // Folds the four tiles of a segment.
+    // Folds the four tiles of a segment: a piece while the products of the next one are under way.
     METHOD void fold_segment(int first) {
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const Weights w = load_weights(first + i);
-            const u32 at = same_for_all(ring.wait());
-            int values[PIECES][PIECE];
-#pragma unroll
-            for (int piece = 0; piece < PIECES; piece++) multiply_piece(at, piece, w, values[piece]);
-            const float unit[2] = {row_number(SpanMemory::STEPS, first + i, 0), row_number(SpanMemory::STEPS, first + i, 1)};
-#pragma unroll
-            for (int piece = 0; piece < PIECES; piece++) {
-                if (piece + 1 < PIECES) products_wait<1>();
-                else products_wait<0>();
-                if (piece + 1 == PIECES) release_stages(ring, 1, lane);
-                fold_piece(piece, unit, values[piece]);
+        constexpr int COUNT = PIECES << SEGMENT_SHIFT;
+        // Stages of latents are released before the next one is waited for: its turn is what takes longest.
+        constexpr bool RELEASES_FIRST = LATENTS && PIECES > 1;
+        const u64 weights = weights_of(first);
+        Ring next = ring;
+        u64 v = 0;
+        int values[2][PIECE];
+        auto begin = [&](int n) {
+            if (n % PIECES == 0) {
+                v = values_of(next.wait());
+                next.advance();
             }
+            multiply_piece(matrices_behind(weights, n / PIECES * (TILE * 64)), v, n % PIECES, values[n % 2]);
+        };
+        float unit[2];
+        begin(0);
+#pragma unroll
+        for (int n = 0; n < COUNT; n++) {
+            const bool is_last = n % PIECES == PIECES - 1, has_next = n + 1 < COUNT;
+            if (n % PIECES == 0)
+#pragma unroll
+                for (int h = 0; h < 2; h++) unit[h] = row_number(SpanMemory::STEPS, first + n / PIECES, h);
+            if (RELEASES_FIRST && is_last) {
+                products_wait<0>();
+                release_stages(ring, 1, lane);
+            }
+            if (has_next) begin(n + 1);
+            if (has_next) products_wait<1>();
+            else products_wait<0>();
+            if (!RELEASES_FIRST && is_last) release_stages(ring, 1, lane);
+            fold_piece(n % PIECES, unit, values[n % 2]);
         }
     }
     // The same of a segment that ends with the sequence, or whose state is rescaled on the way, which is rare: a tile at a time.
     METHOD void fold_tiles(int first, int end) {
 #pragma unroll 1
         for (int tile = first; tile < end; tile++) {
-            const Weights w = load_weights(tile);
-            const u32 at = same_for_all(ring.wait());
+            const u64 weights = weights_of(tile), v = values_of(ring.wait());
             float unit[2], alpha[2];
 #pragma unroll
             for (int h = 0; h < 2; h++) {
@@ -211,7 +227,7 @@ struct WideTiles : IntegerRows {
 #pragma unroll
             for (int piece = 0; piece < PIECES; piece++) {
                 int values[PIECE];
-                multiply_piece(at, piece, w, values);
+                multiply_piece(weights, v, piece, values);
                 products_wait<0>();
 #pragma unroll
                 for (int i = 0; i < PIECE; i++) o[piece * PIECE + i] = o[piece * PIECE + i] * alpha[i / 2 % 2];

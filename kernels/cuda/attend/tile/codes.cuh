@@ -80,8 +80,10 @@ DEVICE void load_values8(const Codes& v, int j, int lane, u32 (&x)[4][2]) {
         for (int i = 0; i < 4; i++) x[pair + i / 2][i % 2] = y[i];
     }
 }
-// The same of rows whose bytes lie along the dims, strided ones or those of latents: even dims are the first eight rows, odd ones the others.
-DEVICE void load_value_rows(const Codes& v, int j, int lane, u32 (&x)[4][2]) {
+// The same of rows whose bytes lie along the dims, strided ones or those of latents: even dims are the first eight rows, odd ones the others; or, where `is_swapped`, the other
+// way round.
+DEVICE void load_value_rows(const Codes& v, int j, int lane, u32 (&x)[4][2], bool is_swapped = false) {
+    const u32 first = is_swapped ? 0x7531 : 0x6420, second = first ^ (0x6420 ^ 0x7531);
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         const int t = 32 * half + lane;
@@ -89,8 +91,8 @@ DEVICE void load_value_rows(const Codes& v, int j, int lane, u32 (&x)[4][2]) {
         ldmatrix_x4_trans(y, PAGE == 0 ? chunk_at<Stage::V_SWIZZLE>(v.at, j, 0, t) : v.at + block_of(t) * v.stride + (j * Stage::BLOCK + in_block(t)) * 16);
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-            x[2 * half + i][0] = __byte_perm(y[2 * i], y[2 * i + 1], 0x6420);
-            x[2 * half + i][1] = __byte_perm(y[2 * i], y[2 * i + 1], 0x7531);
+            x[2 * half + i][0] = __byte_perm(y[2 * i], y[2 * i + 1], first);
+            x[2 * half + i][1] = __byte_perm(y[2 * i], y[2 * i + 1], second);
         }
     }
 }
