@@ -228,12 +228,16 @@ impl Shape {
                     && v.groups(v_dim).count() == 1,
                 2,
             ),
-            // Products with K read all of its parts. Parts of fp8 are turned into f16 one after the other.
+            // Products with K read all of its parts, or two tiles are read at once (`HAS_PAIRS`). Parts of fp8 are turned into f16 one after the other.
             false => (
                 k_dim.is_multiple_of(16 * k_parts)
                     && matches!(v_dim, 96 | 128 | 160 | 192 | 256 | 320 | 512),
                 k == v,
-                if k == Scheme::Fp8E4m3 { 1 } else { k_parts },
+                match k {
+                    Scheme::Fp8E4m3 => 1,
+                    _ if copies && self.format.latents && k_dim >= v_dim + arithmetic::TILE => 2,
+                    _ => k_parts,
+                },
             ),
         };
         // The copy engine has a part of rows as a multiple of what its widest swizzle spans.

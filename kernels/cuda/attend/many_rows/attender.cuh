@@ -20,7 +20,7 @@ template <> struct TilesOf<false, true, true> {
 
 struct RowAttender : TilesOf<INTEGER, Config::IS_WIDE, Config::HAS_PAIRS>::Type {
     static constexpr bool MERGES_ROWS = Config::WHOLE_ITEMS || !Config::LEAVES_EACH_SPAN;
-    static constexpr int AT_ONCE = Config::IS_WIDE ? 4 : ELEMENTS / 4;  // pairs of a row that are written at once: registers bind where the state is large
+    static constexpr int AT_ONCE = Config::IS_WIDE || ELEMENTS > 64 ? 4 : ELEMENTS / 4;  // pairs of a row that are written at once: registers bind where the state is large
 
     METHOD void write_rows(const WorkRange& range) const {
 #pragma unroll 1

@@ -4,43 +4,27 @@
 // Products are of 16-bit floats, in bf16 for bf16 and in f16 for all else, and sums are f32. A query is one such float where it came as one, or where K was
 // rounder than it, else the sum of two. A weight is one, relative to the row's running maximum, so that products add up in the state. Codes are f16 by then.
 #pragma once
-#include "attend/many_rows/warpgroup.cuh"
+#include "attend/many_rows/float_queries.cuh"
 
 namespace attn {
 
-struct FloatTiles : Warpgroup {
-    static constexpr bool IS_BF16 = Keys::SCHEME == BF16;
+struct FloatTiles : FloatQueries {
     static constexpr int LIFT = IS_BF16 ? 0 : 14;  // weights of f16 are as large as its range allows: small ones then keep their bits
     static constexpr bool IN_ROWS = PAGE == 0 && !Config::UNPACKS;           // products read rows as the copy engine puts them into a stage
     static constexpr int SWIZZLE = IN_ROWS ? Stage::K_SWIZZLE : 128;
     static constexpr bool BY_DIMS = !Config::UNPACKS || Stage::V_TOKEN_MAJOR;  // V lies by panels of eight dims, or in rows of them, else by panels of eight tokens
     static constexpr int STEP = Config::FLOAT_STEP, SIDES = 2 * STEP;  // tiles of a step, and their stages in the ring: K and V of tile after tile
     // Products read the first parts of queries from shared memory, which leaves registers for a second tile; or from registers, where codes are turned.
-    u32 high[Config::QUERIES_IN_REGISTERS ? Keys::PANELS : 1][4];  // as left operands of 16 dims
+    static constexpr int HIGH_PANELS = Config::QUERIES_IN_REGISTERS ? Keys::PANELS : 1;
+    u32 high[HIGH_PANELS][4];  // as left operands of 16 dims
     bool has_low;
     // The second parts of queries: in registers, or, of many dims, found again for each tile.
     static constexpr bool KEEPS_LOW = K_DIM <= 128;
     static constexpr int LOW_PANELS = KEEPS_LOW ? Keys::PANELS : K_DIM <= 192 ? 4 : 2;
-    float up[2];  // powers of two that queries are multiplied by
     template <int TILES> using Scores = float[TILES][SUMS_OF_TILE];
     template <int TILES> using Weights = u32[TILES * 4][4];  // as left operands of 16 tokens
     using Low = u32[LOW_PANELS][4];  // second parts of queries, as left operands of 16 dims
 
-    // A row of the thread's, as it is: scores are scaled.
-    METHOD QueryRow unscaled_row(const WorkRange& range, int h) const {
-        QueryRow row = query_row(p, range, range.kv_head, first_row + lane / 4 + 8 * h);
-        row.factor = row.factor > 0.0f ? 1.0f : 0.0f;
-        return row;
-    }
-    // The power of two that lifts a row with this largest magnitude to below 2^14, which f16 holds, and what its scores are multiplied by.
-    METHOD void lift_row(const WorkRange& range, float largest, float& up, float& scale) const {
-        int e = largest == 0.0f ? 0 : min(13 - exponent(largest), 126);
-        up = exp2i(e);
-        float factor = p.log2_scale * (p.k_tensor_scales ? p.k_tensor_scales[range.kv_head] : 1.0f);
-        scale = fmaxf(factor * exp2i(-e / 2) * exp2i(e / 2 - e), 0x1p-126f);
-    }
-    // Whether queries have second parts.
-    METHOD bool are_in_two_parts() const { return Config::TWO_PARTS && !p.rounds_queries && (p.dtype == Dtype::F32 || (IS_BF16 && p.dtype == Dtype::F16)); }
     // Calls take(panel, i, h, first, second) for the pairs of a thread's queries, in two parts.
     template <class Take> METHOD void each_query_pair(const WorkRange& range, Take take) {
         QueryRow row[2];
@@ -66,11 +50,21 @@ struct FloatTiles : Warpgroup {
         find_rows(range);
         has_low = are_in_two_parts();
         barrier_of<128>(WARPGROUP_BARRIER + warpgroup);  // products with the last queries are done
-        u32 to = queries + (16 * warp + lane / 4) * 16 + 4 * (lane % 4);
-        each_query_pair(range, [&](int panel, int i, int h, u32 first, u32) {
-            if constexpr (Config::QUERIES_IN_REGISTERS) high[panel][2 * i + h] = first;
-            else sts32(to + (2 * panel + i) * 64 * 16 + h * 128, first);
-        });
+        if constexpr (Config::UNPACKS) {
+            // In the order of dims in which codes are turned.
+            const u32 to = queries + (16 * warp + lane / 4) * 16 + 4 * (lane % 4);
+            each_query_pair(range, [&](int panel, int i, int h, u32 first, u32) {
+                if (Config::QUERIES_IN_REGISTERS) high[panel % HIGH_PANELS][2 * i + h] = first;
+                else sts32(to + (2 * panel + i) * 64 * 16 + h * 128, first);
+            });
+        } else {
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                const float2 of_row = store_row(range, unscaled_row(range, h), queries + (16 * warp + lane / 4 + 8 * h) * 16);
+                up[h] = of_row.x;
+                rows.scale[h] = of_row.y;
+            }
+        }
         fence_async();
         barrier_of<128>(WARPGROUP_BARRIER + warpgroup);
     }
@@ -273,7 +267,7 @@ struct FloatTiles : Warpgroup {
         if (held >= 0) release_sides<TILES>(ring, held - ring.stage);
         release_sides<TILES>(ring, side);
         if (ATTN_BULK) held = ring.stage + side + 1;
-        weigh<TILES>(s, index + first, weights, [&](const float(&alpha)[2]) { rescale(alpha); });
+        weigh<TILES>(s, index + first, weights, [&](const float (&alpha)[2]) { rescale(alpha); });
         wait_sides<TILES>(ring, side + 1);
         // The second warpgroup's turn comes behind the first one's, which has cleared the same stages.
         if (!Config::UNPACKS && (!TAKES_TURNS || warpgroup == 0)) clear_missing<TILES>(at + SIDE_BYTES, range.kv_len - (index + first) * TILE);

@@ -235,7 +235,7 @@ struct IntegerTiles : IntegerRows {
                 if (!WINDOW || index >= until) break;
                 tile<true>(index++);
             }
-            if (has_span) merge_behind(span_m, span_l, [&](int i) { return lds128(state + i * 2048); });
+            if (has_span) merge_behind<1>(span_m, span_l, [&](int i) { return lds128(state + i * 2048); });
             if (index >= end) return;
             has_span = true;
             store_state([&](int i, const float4& x) { sts128(state + i * 2048, x); });

@@ -8,7 +8,7 @@
 namespace attn {
 
 struct PairedFloatTiles : WideFloatTiles {
-    static_assert(!Config::HAS_PAIRS || (LATENTS && !Config::UNPACKS && ATTN_BULK && K_DIM - V_DIM >= TILE), "the weights of 64 rows have room");
+    static_assert(!Config::HAS_PAIRS || Config::STAGES >= 2, "select.rs: else one warpgroup would wait for the other's tile");
 
     // Behind V's dims of a tile: its weights, as left operands are read from shared memory.
     static constexpr int WEIGHTS = V_DIM * TILE * 2;
@@ -24,7 +24,8 @@ struct PairedFloatTiles : WideFloatTiles {
         const u64 a = matrices(at + WEIGHTS, 64 * 16), v = values_of(dims);
         products_begin();
 #pragma unroll
-        for (int i = 0; i < TILE / 16; i++) FloatProducts<IS_BF16, true>::multiply_shared(o, matrices_behind(a, i * 2 * 64 * 16), matrices_behind(v, i * 16 * 16), true);
+        for (int i = 0; i < TILE / 16; i++)
+            FloatProducts<IS_BF16, true>::multiply_shared(o, matrices_behind(a, i * 2 * 64 * 16), matrices_behind(v, i * 16 * 16), true);
         products_commit();
     }
     METHOD void await_values(const Parts& stage) {

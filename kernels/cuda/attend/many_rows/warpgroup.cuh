@@ -141,8 +141,8 @@ struct Warpgroup {
     static constexpr int VECTORS = ELEMENTS * THREAD_ROWS / 8;
     DEVICE constexpr int element(int i, int n) { return THREAD_ROWS == 2 ? 4 * i + n : 8 * i + n / 2 * 4 + n % 2; }
 
-    // Merges the state in registers into the one before it, whose elements `load` gives: the result is in registers.
-    template <class Load> METHOD void merge_behind(float (&before_m)[2], float (&before_l)[2], Load load) {
+    // Merges the state in registers into the one before it, whose elements `load` gives, AT_ONCE of its vectors at once: the result is in registers.
+    template <int AT_ONCE, class Load> METHOD void merge_behind(float (&before_m)[2], float (&before_l)[2], Load load) {
         Factors w[2];
 #pragma unroll
         for (int h = 0; h < THREAD_ROWS; h++) {
@@ -151,14 +151,20 @@ struct Warpgroup {
             l[h] = before_l[h];
         }
 #pragma unroll
-        for (int i = 0; i < VECTORS; i++) {
-            float4 x = load(i);
-            float before[4] = {x.x, x.y, x.z, x.w};
+        for (int first = 0; first < VECTORS; first += AT_ONCE) {
+            float4 x[AT_ONCE];
 #pragma unroll
-            for (int n = 0; n < 4; n++) {
-                const int at = element(i, n);
-                merge(before[n], o[at], w[at / 2 % 2], false);
-                o[at] = before[n];
+            for (int i = 0; i < AT_ONCE && first + i < VECTORS; i++) x[i] = load(first + i);
+            if (AT_ONCE > 1) __syncwarp();  // ptxas would move loads to where they are needed
+#pragma unroll
+            for (int i = 0; i < AT_ONCE && first + i < VECTORS; i++) {
+                float before[4] = {x[i].x, x[i].y, x[i].z, x[i].w};
+#pragma unroll
+                for (int n = 0; n < 4; n++) {
+                    const int at = element(first + i, n);
+                    merge(before[n], o[at], w[at / 2 % 2], false);
+                    o[at] = before[n];
+                }
             }
         }
     }
@@ -191,7 +197,7 @@ struct Warpgroup {
         float m[2], l[2];
     };
     METHOD void merge_row(RowState& row, int part = 0) {
-        merge_behind(row.m, row.l, [&](int i) { return __ldcg(row_state + (part * VECTORS + i) * 128); });
+        merge_behind<(ELEMENTS > 64 ? 8 : 16)>(row.m, row.l, [&](int i) { return __ldcg(row_state + (part * VECTORS + i) * 128); });
     }
     METHOD void keep_row(RowState& row, int part = 0) const {
         store_state([&](int i, const float4& x) { __stcg(row_state + (part * VECTORS + i) * 128, x); });

@@ -21,67 +21,6 @@ struct WideFloatTiles : FloatTiles {
     METHOD int thread_row(int h) const { return first_row + lane / 4 + 8 * h; }
     METHOD u32 row_place(int row) const { return state + row * 8; }
 
-    // A row of queries by four lanes: chunks of eight elements, every fourth of which is a lane's.
-    static constexpr int ROW_CHUNKS = K_DIM / 8, CHUNKS = (ROW_CHUNKS + 3) / 4;
-    struct Chunk {
-        float x[8];
-
-        METHOD float largest() const {
-            float found = 0.0f;
-#pragma unroll
-            for (int i = 0; i < 8; i++) found = fmaxf(found, fabsf(x[i]));
-            return found;
-        }
-        METHOD void store(u32 to, float up) const {
-            u32 words[4], rest;
-#pragma unroll
-            for (int i = 0; i < 4; i++) split_pair<IS_BF16>(x[2 * i] * up, x[2 * i + 1] * up, words[i], rest);
-            sts128(to, {bits_float(words[0]), bits_float(words[1]), bits_float(words[2]), bits_float(words[3])});
-        }
-    };
-    METHOD bool has_chunk(int i) const { return ROW_CHUNKS % 4 == 0 || 4 * i + lane % 4 < ROW_CHUNKS; }
-    // Leaves a row's first parts in shared memory, all of whose loads are under way together; gives the power of two that it was multiplied by, and the scale of its scores.
-    // Of 16-bit queries registers hold all; others are loaded twice.
-    template <bool NARROW> METHOD float2 store_row(const WorkRange& range, const QueryRow& from, u32 to) const {
-        const u8* mine = from.row + lane % 4 * (NARROW ? 16 : 32);
-        uint4 words[NARROW ? CHUNKS : 1];
-        if (NARROW)
-#pragma unroll
-            for (int i = 0; i < CHUNKS; i++)
-                if (has_chunk(i)) words[i % (NARROW ? CHUNKS : 1)] = *(const uint4*)(mine + i * 64);
-        auto chunk = [&](int i) {
-            Chunk c;
-            if constexpr (NARROW) {
-                const u32 of[4] = {words[i].x, words[i].y, words[i].z, words[i].w};
-#pragma unroll
-                for (int n = 0; n < 4; n++) {
-                    const float2 pair = widen_pair(of[n], from.dtype);
-                    c.x[2 * n] = pair.x * from.factor;
-                    c.x[2 * n + 1] = pair.y * from.factor;
-                }
-            } else {
-#pragma unroll
-                for (int n = 0; n < 2; n++) {
-                    const float4 four = *(const float4*)(mine + i * 128 + n * 16);
-                    const float of[4] = {four.x, four.y, four.z, four.w};
-#pragma unroll
-                    for (int e = 0; e < 4; e++) c.x[4 * n + e] = of[e] * from.factor;
-                }
-            }
-            return c;
-        };
-        constexpr int UNROLL = NARROW ? CHUNKS : 2;
-        float largest = 0.0f;
-#pragma unroll UNROLL
-        for (int i = 0; i < CHUNKS; i++)
-            if (has_chunk(i)) largest = fmaxf(largest, chunk(i).largest());
-        float up, scale;
-        lift_row(range, quad_max(largest), up, scale);
-#pragma unroll UNROLL
-        for (int i = 0; i < CHUNKS; i++)
-            if (has_chunk(i)) chunk(i).store(to + (4 * i + lane % 4) * 64 * 16, up);
-        return make_float2(up, scale);
-    }
     // Each warpgroup loads half of the rows, which both read.
     METHOD void load_rows(const WorkRange& range) {
         find_rows(range);
@@ -89,8 +28,7 @@ struct WideFloatTiles : FloatTiles {
         team_barrier();  // products with the last queries are done
         const int row = thread_row(warpgroup);
         const QueryRow from = unscaled_row(range, warpgroup);
-        const u32 to = queries + row * 16;
-        const float2 of_row = from.dtype == Dtype::F32 ? store_row<false>(range, from, to) : store_row<true>(range, from, to);
+        const float2 of_row = store_row(range, from, queries + row * 16);
         if (lane % 4 == 0) sts64(row_place(row), of_row.x, of_row.y);
         fence_async();
         team_barrier();
@@ -192,7 +130,7 @@ struct WideFloatTiles : FloatTiles {
             products_wait<0>();
             products_landed(s[0]);
             release_keys();
-            weigh<1>(s, index, weights, [&](const float(&alpha)[2]) { rescale(alpha); });
+            weigh<1>(s, index, weights, [&](const float (&alpha)[2]) { rescale(alpha); });
             take_values(range, index, [&](u32 at) {
                 multiply_values(at, weights);
                 products_wait<0>();

@@ -126,7 +126,7 @@ struct WideTiles : IntegerRows {
     // The weights of a span, by warpgroups in turn: one multiplies while the other weighs.
     METHOD void weigh_span(int index, int tiles) {
         forget_addresses();
-        if (warpgroup > 0) pass_keys();
+        if (warpgroup > 0 && tiles > 0) pass_keys();
         if (warpgroup >= tiles) return;
         KeySums sums;
         if (KEYS_AHEAD) multiply_keys(sums);
@@ -170,7 +170,8 @@ struct WideTiles : IntegerRows {
         products_begin();
 #pragma unroll
         for (int i = 0; i < 2; i++)
-            Products<true>::multiply_shared_unsigned(values, matrices_behind(weights, i * 2 * 64 * 16), matrices_behind(v, i * 2 * ALONG + piece * PIECE / 4 * ACROSS), i > 0);
+            Products<true>::multiply_shared_unsigned(values, matrices_behind(weights, i * 2 * 64 * 16),
+                                                     matrices_behind(v, i * 2 * ALONG + piece * PIECE / 4 * ACROSS), i > 0);
         products_commit();
     }
     METHOD float row_number(int of, int tile, int h) const { return bits_float(lds32(row_place(of, tile, thread_row(h)))); }
