@@ -24,7 +24,7 @@ constexpr bool HAS_CENTRES = ATTN_CENTRES;        // keys lack centres of K
 static_assert(!HAS_CENTRES || (INTEGER && PAGE != 0 && Keys::MAY_HAVE_CENTRES), "instance.rs");
 
 // Lanes that arrive on an mbarrier for their warp, after __syncwarp: one. racecheck does not see that this orders the other lanes, too, so
-// .ci/gpu compiles for it with all of them; nor what bar.arrive orders, so that warpgroups take no turns then (many_rows/floats.cuh).
+// .ci/gpu compiles for it with all of them.
 #ifdef ATTN_EVERY_LANE_ARRIVES
 constexpr int ARRIVALS = 32;
 #else

@@ -167,13 +167,6 @@ template <class Source> struct TileCopier {
         return true;
     }
 
-    // Passes a stage on as it is.
-    METHOD void skip_stage() {
-        barrier_wait(ring.empty(), ring.phase ^ 1);
-        if (lane < Ring::COPIERS) barrier_arrive(ring.full());
-        ring.advance();
-    }
-
     // The page of the current tile's entry n; the whole warp asks.
     METHOD u32 entry_of(int n) const { return __shfl_sync(~0u, pages, known + n); }
     METHOD const u8* run(const DecodeParams& p, u32 of_page) const { return runs + (u64)of_page * (u32)p.page_stride; }

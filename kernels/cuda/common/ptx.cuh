@@ -53,6 +53,8 @@ DEVICE float approximate_rcp(float x) {
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
+// What follows in a thread's program, and has effects, does not begin before x is known, which is not negative: ptxas moves waits ahead of sums that do not need them.
+DEVICE void begin_behind(float x) { asm volatile("{ .reg .pred p; setp.lt.f32 p, %0, 0f00000000; @p nanosleep.u32 1; }" ::"f"(x) : "memory"); }
 DEVICE float approximate_exp2(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

@@ -66,6 +66,7 @@ DEVICE float largest_of_positive(float x, float y, float z) { return max(max(x, 
 DEVICE float half_float(u32 h) { return half_number(h); }
 DEVICE u16 float_half(float x) { return same_bits<u16>((_Float16)x); }
 DEVICE float approximate_rcp(float x) { return 1.0f / x; }
+DEVICE void begin_behind(float) {}
 DEVICE float approximate_exp2(float x) { return x < -126.0f ? 0.0f : exp2f(x); }
 DEVICE float approximate_log2(float x) { return log2f(x); }
 DEVICE u32 rounded_bytes(float a, float b, float c, float d) {

@@ -16,9 +16,13 @@ pub(crate) const TEAM_THREADS: usize = 160;
 /// Teams of `low_latency.cu` that run on an SM at once, in one CTA or two.
 pub(crate) const SM_TEAMS: usize = 2;
 
-/// Warpgroups of `many_rows.cu` that attend rows, and the threads of a CTA: one more warpgroup copies.
+/// Warpgroups of a CTA of `many_rows.cu` that attend rows: three where a team has three, else two.
 pub(crate) const WARPGROUPS: usize = 2;
-const MANY_ROWS_THREADS: usize = 128 * (WARPGROUPS + 1);
+
+/// Warpgroups of a CTA of `many_rows.cu` whose teams have so many.
+pub(crate) fn warpgroups(of_team: usize) -> usize {
+    of_team.max(WARPGROUPS)
+}
 
 /// Shared memory per CTA of an architecture with the bulk copy engine; no other architecture has as much.
 pub(crate) const BULK_SHARED: usize = 227 * 1024;
@@ -214,12 +218,18 @@ impl KernelConfig {
         GROUP_ROWS * self.row_groups * self.row_warps
     }
 
+    /// Rows of `many_rows.cu` whose states a CTA keeps in the workspace: 64 for each warpgroup; wide ones are half as many, each in two places.
+    pub fn state_rows(&self) -> usize {
+        64 * warpgroups(self.row_warps)
+    }
+
     /// Threads of a CTA, or of each of its teams in `low_latency.cu`.
     pub fn threads(&self) -> usize {
         match self.kernel {
             Kernel::SplitKv => 32 * self.row_warps * TEAMS,
             Kernel::LowLatencyCluster | Kernel::LowLatencyGlobal => TEAM_THREADS,
-            Kernel::ManyRows | Kernel::ManyRowsWhole => MANY_ROWS_THREADS,
+            // One more copies.
+            Kernel::ManyRows | Kernel::ManyRowsWhole => 128 * (1 + warpgroups(self.row_warps)),
         }
     }
 }

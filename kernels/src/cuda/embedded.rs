@@ -55,7 +55,7 @@ pub fn common(arch: Arch) -> Vec<Instance> {
                     all.extend(decode);
                 }
             }
-            for q_len in [3, 64] {
+            for q_len in [3, 8, 64] {
                 all.extend(many_rows(format, head_dim, q_len, arch.shared_limit()));
             }
         }

@@ -5,7 +5,7 @@ use std::{cmp::Reverse, collections::BinaryHeap};
 use attn_core::{KvFormat, Problem, arithmetic};
 
 use super::{
-    config::{DeviceLimits, Kernel, KernelConfig, WARPGROUPS},
+    config::{DeviceLimits, Kernel, KernelConfig, WARPGROUPS, warpgroups},
     cost::{Cost, fastest_split},
     split::{MergeVia, kv_heads, longest, max_segments, row_blocks},
 };
@@ -50,6 +50,13 @@ const MANY_ITEMS: usize = 8;
 
 /// What a work item of `many_rows.cu` costs apart from its tiles, in tiles: finding it, loading queries, writing rows. About 8 µs on an H100.
 const ITEM_COST: usize = 8;
+
+/// What a tile takes three warpgroups, in that of two: 2144 cycles and 1548 (bf16, 128 dims, a prompt of 8192 tokens on an H200).
+const THREE_WARPGROUPS: f64 = 1.39;
+
+/// What work items that teams share take in whole ones: teams are at different heads then, whose tiles they do not find in L2. 512 and 2048 tokens behind 32768, 32/8 heads, blocks of
+/// 192 rows: 620 and 2530 µs, where blocks of 128, in whole items, take 492 and 1970.
+const SPLIT_ITEMS: f64 = 1.4;
 
 /// What teams may wait for each other in percent of their work, before work items are split, which costs merges, and tiles that are not in L2.
 const MOST_WAITING: usize = 10;
@@ -154,23 +161,63 @@ pub(super) fn takes_whole_items(
     sms: usize,
     are_blocks: bool,
 ) -> bool {
-    let teams = sms * WARPGROUPS / row_warps;
+    let teams = sms * warpgroups(row_warps) / row_warps;
     let are_many = kv_heads(problem) >= MANY_ITEMS * teams;
-    are_many || are_blocks && whole_items_fit(problem, teams)
+    are_many || are_blocks && ItemCosts::new(problem, teams).fit(teams)
 }
 
-fn whole_items_fit(problem: &Problem, teams: usize) -> bool {
-    let cost = |len: &usize| len.div_ceil(arithmetic::TILE) + ITEM_COST;
-    let costs = problem.kv_lens.iter().rev().map(cost);
-    let all = costs.clone().sum::<usize>() * problem.num_kv_heads;
-    let mut ends: BinaryHeap<_> = (0..teams).map(|_| Reverse(0)).collect();
-    for cost in (0..problem.num_kv_heads).flat_map(|_| costs.clone()) {
-        if let Some(mut first) = ends.peek_mut() {
-            first.0 += cost;
+/// What whole work items cost, in tiles: those of all teams together, and of the team that ends last.
+struct ItemCosts {
+    all: usize,
+    last: usize,
+}
+
+impl ItemCosts {
+    fn new(problem: &Problem, teams: usize) -> Self {
+        let cost = |len: &usize| len.div_ceil(arithmetic::TILE) + ITEM_COST;
+        let costs = problem.kv_lens.iter().rev().map(cost);
+        let all = costs.clone().sum::<usize>() * problem.num_kv_heads;
+        let mut ends: BinaryHeap<_> = (0..teams).map(|_| Reverse(0)).collect();
+        for cost in (0..problem.num_kv_heads).flat_map(|_| costs.clone()) {
+            if let Some(mut first) = ends.peek_mut() {
+                first.0 += cost;
+            }
         }
+        let last = ends.into_iter().map(|end| end.0).max().unwrap_or(0);
+        ItemCosts { all, last }
     }
-    let last = ends.into_iter().map(|end| end.0).max().unwrap_or(0);
-    100 * last * teams <= (100 + MOST_WAITING) * all
+
+    fn fit(&self, teams: usize) -> bool {
+        100 * self.last * teams <= (100 + MOST_WAITING) * self.all
+    }
+}
+
+/// Query rows of the blocks in which `many_rows.cu` attends many query tokens: those of `config`, or, where it has three warpgroups, of two if that is estimated to be faster,
+/// as larger blocks are fewer, and leave more SMs waiting for the last ones.
+#[must_use]
+pub fn block_rows(config: &KernelConfig, problem: &Problem, sms: usize) -> usize {
+    if config.row_warps <= WARPGROUPS {
+        return config.rows();
+    }
+    let estimate = |warpgroups: usize, tile_time: f64| {
+        let config = KernelConfig {
+            row_warps: warpgroups,
+            ..*config
+        };
+        let of_block = (config.rows() / problem.heads_per_kv().max(1)).max(1);
+        let blocks: Vec<_> = problem.query_blocks(of_block).collect();
+        let costs = ItemCosts::new(&problem.of_blocks(&blocks), sms);
+        let tiles = match costs.fit(sms) {
+            true => costs.last as f64,
+            false => costs.all as f64 / sms as f64 * SPLIT_ITEMS,
+        };
+        (tiles * tile_time, config.rows())
+    };
+    let (three, two) = (
+        estimate(config.row_warps, THREE_WARPGROUPS),
+        estimate(WARPGROUPS, 1.0),
+    );
+    if three.0 <= two.0 { three.1 } else { two.1 }
 }
 
 #[cfg(test)]
@@ -205,6 +252,35 @@ mod tests {
                 }
             }
         }
+    }
+
+    #[test]
+    fn blocks_are_of_three_warpgroups_where_these_end_together() {
+        let config = KernelConfig {
+            kernel: Kernel::ManyRows,
+            row_groups: 8,
+            row_warps: 3,
+            stages: 10,
+            ctas: 1,
+        };
+        let rows = |heads: Heads, kv_len: usize, q_len: usize, batch: usize| {
+            let problem = Problem::new(heads, vec![kv_len; batch]).q_len(q_len);
+            block_rows(&config, &problem, 132)
+        };
+        let (multi_query, grouped) = (Heads::new(16, 1, 128), Heads::new(32, 8, 128));
+        assert_eq!(rows(multi_query, 8192, 8192, 4), 192);
+        assert_eq!(rows(multi_query, 1024, 1024, 32), 192);
+        // 344 blocks of 192 rows are three rounds of 132 SMs, the last one of 80, and 88 leave a third of the SMs alone.
+        assert_eq!(rows(grouped, 32768, 2048, 1), 128);
+        assert_eq!(rows(grouped, 32768, 512, 1), 128);
+        // All rows of a sequence in one block of the three, or two of two each.
+        assert_eq!(rows(grouped, 8192, 40, 16), 192);
+        let two = KernelConfig {
+            row_warps: 2,
+            ..config
+        };
+        let problem = Problem::new(multi_query, vec![8192]).q_len(8192);
+        assert_eq!(block_rows(&two, &problem, 132), 128);
     }
 
     #[test]

@@ -33,4 +33,4 @@ pub use config::{
     DeviceLimits, H200_MEMORY_PACE, Kernel, KernelChoice, KernelConfig, KvLayout, Preferences,
 };
 pub use instance::Instance;
-pub use launch::Launch;
+pub use launch::{Launch, block_rows};

@@ -171,8 +171,11 @@ impl Shape {
         // Products of bytes have V along the tokens, as rows have not. Of many dims, registers suffice for 16-bit floats, and shared memory for a ring of both warpgroups'.
         let is_16_bit = k.code_bits() == 16;
         let has_many_dims = dim > 128;
+        // Three read a cached token half as often as two for as many rows, where registers suffice for their states.
+        let has_three = is_16_bit && !has_many_dims && shared_limit >= BULK_SHARED;
         let row_warps = match self.rows {
             0..=64 if !has_many_dims => 1,
+            129.. if has_three => WARPGROUPS + 1,
             _ => WARPGROUPS,
         };
         let has_dims = match (dim, v_dim) {
@@ -195,12 +198,11 @@ impl Shape {
             true => 4,
             false => 8,
         };
-        // Floats of 16 bits are read a step at a time: K and V of as many tiles as a team has warpgroups, or of one, of many dims.
-        let of_step = 2 * if has_many_dims { 1 } else { row_warps };
-        let is_whole_steps = move |stages: &usize| !is_16_bit || stages.is_multiple_of(of_step);
+        // Floats of 16 bits are read a tile at a time.
+        let is_whole_tiles = move |stages: &usize| !is_16_bit || stages.is_multiple_of(2);
         (2..=9 * row_warps)
             .rev()
-            .filter(is_whole_steps)
+            .filter(is_whole_tiles)
             .map(|stages| KernelConfig {
                 kernel: Kernel::ManyRows,
                 row_groups,

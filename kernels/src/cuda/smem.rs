@@ -4,7 +4,7 @@
 
 use attn_core::{Groups, HeadDim, KvFormat, Scheme, arithmetic, layout::params_bytes};
 
-use super::config::{Kernel, KernelConfig, KvLayout, TEAMS, WARPGROUPS};
+use super::config::{Kernel, KernelConfig, KvLayout, TEAMS, WARPGROUPS, warpgroups};
 
 /// A stage holds both K and V of a tile where they are no larger than this.
 const KV_ONE_STAGE: usize = 12288;
@@ -197,10 +197,11 @@ fn wide_rows_bytes(
 }
 
 fn many_rows_bytes(config: &KernelConfig, stage: &Stage, head_dim: usize) -> usize {
-    let teams = WARPGROUPS / config.row_warps;
+    let warpgroups = warpgroups(config.row_warps);
+    let teams = warpgroups / config.row_warps;
     let tile = arithmetic::TILE;
-    let dims = WARPGROUPS * 64 * head_dim;
-    let scales = WARPGROUPS * 4 * tile * 4;
+    let dims = warpgroups * 64 * head_dim;
+    let scales = warpgroups * 4 * tile * 4;
     let (unpacked, rows) = match stage.unpacked {
         // First parts of queries, or none where they are in registers.
         Unpacked::Floats => {

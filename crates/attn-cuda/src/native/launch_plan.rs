@@ -64,9 +64,6 @@ pub struct LaunchPlan {
     partials_are_zeroed: bool,
 }
 
-/// Rows that a CTA of `many_rows.cu` attends; of wide ones half as many, each in two places.
-const MANY_ROWS: usize = 128;
-
 /// The most bytes of partials where the blocks of query tokens may be divided among several launches.
 const MOST_PARTIALS: usize = 256 << 20;
 
@@ -266,7 +263,7 @@ impl LaunchPlan {
             partial_o_bytes: aligned(&[partials, config.rows(), problem.head_dim.v, 4])?,
             row_states_bytes: match config.kernel {
                 kernel if kernel.is_many_rows() => {
-                    aligned(&[launch.grid[0], MANY_ROWS, problem.head_dim.v, 4])?
+                    aligned(&[launch.grid[0], config.state_rows(), problem.head_dim.v, 4])?
                 }
                 _ => 0,
             },

@@ -3,7 +3,7 @@
 use std::borrow::Cow;
 
 use attn_core::{Error, KvFormat, Problem, QueryBlock, Unsupported, problem::FEW_TOKENS};
-use attn_kernels::cuda::{DeviceLimits, KvLayout, Preferences, params, select};
+use attn_kernels::cuda::{DeviceLimits, KvLayout, Preferences, block_rows, params, select};
 
 use crate::{error::BACKEND, sizes};
 
@@ -76,7 +76,7 @@ impl<'a> Launched<'a> {
         let many_rows = select::many_rows(problem, format, layout, limits, preferences);
         let heads_per_kv = problem.heads_per_kv().max(1);
         let rows = match many_rows {
-            Some(config) => config.rows(),
+            Some(config) => block_rows(&config, problem, limits.sms),
             // Rows of a CTA of `split_kv.cu`.
             None if problem.head_dim.max() > 128 => 16,
             None => 24,

@@ -5,8 +5,8 @@
 namespace attn {
 
 struct ManyRowsConfig : KernelDefaults {
-    static constexpr int WARPGROUPS = 2;                    // that attend
     static constexpr int TEAM_WARPGROUPS = ATTN_ROW_WARPS;  // of a team: they share a ring of stages, and have their own rows unless these are wide
+    static constexpr int WARPGROUPS = larger(2, TEAM_WARPGROUPS);  // that attend
     static constexpr int TEAMS = WARPGROUPS / TEAM_WARPGROUPS;
     static constexpr int ROWS = 8 * ATTN_ROW_GROUPS * TEAM_WARPGROUPS;  // query rows of a work item
 
@@ -49,11 +49,8 @@ struct ManyRowsConfig : KernelDefaults {
     static constexpr int UNPACKED_BYTES =
         IS_WIDE ? TILE * 2 * larger(K_DIM / K_PARTS, LATENTS ? 0 : PART_DIMS) : UNPACKED_PARAMS + (INTEGER ? TILE * 8 : 0);  // of an unpacked stage
 
-    // Tiles of floats that a warpgroup attends at once: two where both warpgroups have the same ones and multiply while others weigh, else one, as a
-    // ring has half of the stages then, and of many dims, which leave registers for one. Where codes are turned, shared memory is what binds: one, and
-    // products read queries from registers. Not of 64 dims: there ptxas (13.0) puts weights into the registers of queries, as many as they are, while
-    // both are needed; .ci/kernels looks for that.
-    static constexpr int FLOAT_STEP = INTEGER || UNPACKS || TEAMS > 1 || K_DIM > 128 || !ATTN_BULK ? 1 : 2;
+    // Whether products read queries from registers: where codes are turned, and shared memory is what binds. Not of 64 dims: there ptxas (13.0) puts weights into the registers
+    // of queries, as many as they are, while both are needed; .ci/kernels looks for that.
     static constexpr bool QUERIES_IN_REGISTERS = !INTEGER && UNPACKS && K_DIM > 64 && !IS_WIDE;
     static constexpr bool TWO_PARTS = !INTEGER && !UNPACKS;  // whether f32 queries may be the sum of two floats; one is finer than any code
 

@@ -7,6 +7,7 @@ namespace attn {
 struct FloatQueries : Warpgroup {
     static constexpr bool IS_BF16 = Keys::SCHEME == BF16;
     float up[2];  // powers of two that queries are multiplied by
+    bool has_low;  // whether they have second parts (`are_in_two_parts`), which are the same for the whole launch
 
     // A row of the thread's, as it is: scores are scaled.
     METHOD QueryRow unscaled_row(const WorkRange& range, int h) const {

@@ -9,20 +9,21 @@
 namespace attn {
 
 struct FloatTiles : FloatQueries {
-    static constexpr int LIFT = IS_BF16 ? 0 : 14;  // weights of f16 are as large as its range allows: small ones then keep their bits
+    // A row's maximum is raised where scores are above it by so much that weights would leave the range of f16: what was summed is multiplied seldom then. Weights of f16
+    // are as large as that leaves room for, so that small ones keep their bits.
+    static constexpr int MOST_ABOVE = 8, LIFT = IS_BF16 ? 0 : 15 - MOST_ABOVE;
     static constexpr bool IN_ROWS = PAGE == 0 && !Config::UNPACKS;           // products read rows as the copy engine puts them into a stage
     static constexpr int SWIZZLE = IN_ROWS ? Stage::K_SWIZZLE : 128;
     static constexpr bool BY_DIMS = !Config::UNPACKS || Stage::V_TOKEN_MAJOR;  // V lies by panels of eight dims, or in rows of them, else by panels of eight tokens
-    static constexpr int STEP = Config::FLOAT_STEP, SIDES = 2 * STEP;  // tiles of a step, and their stages in the ring: K and V of tile after tile
+    static constexpr int SIDES = 2;  // stages of a tile in the ring: K and V
     // Products read the first parts of queries from shared memory, which leaves registers for a second tile; or from registers, where codes are turned.
     static constexpr int HIGH_PANELS = Config::QUERIES_IN_REGISTERS ? Keys::PANELS : 1;
     u32 high[HIGH_PANELS][4];  // as left operands of 16 dims
-    bool has_low;
     // The second parts of queries: in registers, or, of many dims, found again for each tile.
-    static constexpr bool KEEPS_LOW = K_DIM <= 128;
-    static constexpr int LOW_PANELS = KEEPS_LOW ? Keys::PANELS : K_DIM <= 192 ? 4 : 2;
-    template <int TILES> using Scores = float[TILES][SUMS_OF_TILE];
-    template <int TILES> using Weights = u32[TILES * 4][4];  // as left operands of 16 tokens
+    static constexpr bool KEEPS_LOW = K_DIM <= 128 && Config::WARPGROUPS == 2;
+    static constexpr int LOW_PANELS = KEEPS_LOW ? Keys::PANELS : Config::WARPGROUPS > 2 ? 1 : K_DIM <= 192 ? 4 : 2;
+    using Scores = float[SUMS_OF_TILE];
+    using Weights = u32[TILE / 16][4];  // as left operands of 16 tokens
     using Low = u32[LOW_PANELS][4];  // second parts of queries, as left operands of 16 dims
 
     // Calls take(panel, i, h, first, second) for the pairs of a thread's queries, in two parts.
@@ -48,7 +49,6 @@ struct FloatTiles : FloatQueries {
     }
     METHOD void load_rows(const WorkRange& range) {
         find_rows(range);
-        has_low = are_in_two_parts();
         barrier_of<128>(WARPGROUP_BARRIER + warpgroup);  // products with the last queries are done
         if constexpr (Config::UNPACKS) {
             // In the order of dims in which codes are turned.
@@ -74,21 +74,11 @@ struct FloatTiles : FloatQueries {
         if constexpr (Config::UNPACKS) return unpacked;
         else return ring;
     }
-    // Waits for K or V of TILES tiles, the first of which is the side-th of the step. Barriers are tested
-    // together, as a test takes longer than its issue.
-    template <int TILES, class Ring> METHOD void wait_sides(const Ring& ring, int side) const {
-        bool are_there = true;
-#pragma unroll
-        for (int t = 0; t < TILES; t++) are_there &= barrier_test(ring.full(side + 2 * t), ring.phase);
-        if (are_there) return;
-#pragma unroll
-        for (int t = 0; t < TILES; t++) barrier_wait(ring.full(side + 2 * t), ring.phase);
-    }
-    template <int TILES, class Ring> METHOD void release_sides(const Ring& ring, int side) const {
+    // K (side 0) or V (side 1) of the tile that a ring is at.
+    template <class Ring> METHOD void wait_side(const Ring& ring, int side) const { barrier_wait(ring.full(side), ring.phase); }
+    template <class Ring> METHOD void release_side(const Ring& ring, int side) const {
         __syncwarp();
-        if (lane < ARRIVALS)
-#pragma unroll
-            for (int t = 0; t < TILES; t++) barrier_arrive(ring.empty(side + 2 * t));
+        if (lane < ARRIVALS) barrier_arrive(ring.empty(side));
     }
     // Where K's 16 dims from 16i on begin in a side.
     DEVICE constexpr int dims_at(int i) { return IN_ROWS ? i * 32 / SWIZZLE * TILE * SWIZZLE + i * 32 % SWIZZLE : i * 2 * TILE * 16; }
@@ -110,8 +100,9 @@ struct FloatTiles : FloatQueries {
             }
         }
     }
+    DEVICE u64 keys_at(u32 keys) { return IN_ROWS ? swizzled_matrices<SWIZZLE>(keys, 16) : matrices(keys, TILE * 16); }
     // Adds their products to those of the first parts, which are under way; keys(panel): where K's 16 dims of a panel begin.
-    template <class KeysAt> METHOD void multiply_low(const WorkRange& range, KeysAt keys, float (&s)[SUMS_OF_TILE]) const {
+    template <class KeysAt> METHOD void multiply_low(const WorkRange& range, KeysAt keys, Scores& s) const {
 #pragma unroll 1
         for (int first = 0; first < Keys::PANELS; first += LOW_PANELS) {
             products_wait<0>();  // with the registers of `low`, too
@@ -124,92 +115,72 @@ struct FloatTiles : FloatQueries {
             products_commit();
         }
     }
-    // `keys`: where the first tile's K is.
-    template <bool HAS_LOW, int TILES> METHOD void multiply_keys(const WorkRange& range, u32 keys, const Low& low, Scores<TILES>& s) const {
+    // `queries`, `keys`: where the first parts of queries and the tile's K are.
+    template <bool HAS_LOW> METHOD void multiply_keys(u32 queries, u32 keys, const Low& low, Scores& s) const {
         using Product = FloatProducts<IS_BF16, false>;
-        u64 a = matrices(same_for_all(queries), 64 * 16), b = IN_ROWS ? swizzled_matrices<SWIZZLE>(keys, 16) : matrices(keys, TILE * 16);
+        const u64 a = matrices(queries, 64 * 16), b = keys_at(keys);
         products_begin();
 #pragma unroll
-        for (int t = 0; t < TILES; t++)
-#pragma unroll
-            for (int i = 0; i < Keys::PANELS; i++) {
-                u64 of_tile = matrices_behind(b, t * 2 * SIDE_BYTES + dims_at(i));
-                if constexpr (Config::QUERIES_IN_REGISTERS) Product::multiply(s[t], high[i], of_tile, i > 0);
-                else Product::multiply_shared(s[t], matrices_behind(a, i * 2 * 64 * 16), of_tile, i > 0);
-            }
+        for (int i = 0; i < Keys::PANELS; i++)
+            if constexpr (Config::QUERIES_IN_REGISTERS) Product::multiply(s, high[i], matrices_behind(b, dims_at(i)), i > 0);
+            else Product::multiply_shared(s, matrices_behind(a, i * 2 * 64 * 16), matrices_behind(b, dims_at(i)), i > 0);
         if (HAS_LOW && KEEPS_LOW)
 #pragma unroll
-            for (int t = 0; t < TILES; t++)
-#pragma unroll
-                for (int i = 0; i < Keys::PANELS; i++) Product::multiply(s[t], low[i % LOW_PANELS], matrices_behind(b, t * 2 * SIDE_BYTES + dims_at(i)), true);
+            for (int i = 0; i < Keys::PANELS; i++) Product::multiply(s, low[i % LOW_PANELS], matrices_behind(b, dims_at(i)), true);
         products_commit();
-        if (HAS_LOW && !KEEPS_LOW) multiply_low(range, [&](int panel) { return matrices_behind(b, dims_at(panel)); }, s[0]);
     }
-    // `values`: where the first tile's V is.
-    template <int TILES> METHOD void multiply_values(u32 values, const Weights<TILES>& weights) {
-        u64 b = IN_ROWS ? swizzled_matrices<SWIZZLE>(values, TILE * SWIZZLE) : BY_DIMS ? matrices(values, 128, TILE * 16) : matrices(values, K_DIM * 16);
+    // `values`: where the tile's V is.
+    METHOD void multiply_values(u32 values, const Weights& weights) {
+        const u64 b = IN_ROWS ? swizzled_matrices<SWIZZLE>(values, TILE * SWIZZLE) : BY_DIMS ? matrices(values, 128, TILE * 16) : matrices(values, K_DIM * 16);
         products_begin();
 #pragma unroll
-        for (int i = 0; i < TILES * 4; i++)
-            FloatProducts<IS_BF16, BY_DIMS>::multiply(o, weights[i],
-                                                      matrices_behind(b, i / 4 * 2 * SIDE_BYTES + i % 4 * 16 *
-                                                                                                      (IN_ROWS   ? SWIZZLE
-                                                                                                       : BY_DIMS ? 16
-                                                                                                                 : 2 * K_DIM)),
-                                                      true);
+        for (int i = 0; i < TILE / 16; i++)
+            FloatProducts<IS_BF16, BY_DIMS>::multiply(o, weights[i], matrices_behind(b, i * 16 * (IN_ROWS ? SWIZZLE : BY_DIMS ? 16 : 2 * K_DIM)), true);
         products_commit();
     }
-    // Zeros in place of V's tokens that do not exist: their bytes may be a NaN, and 0·NaN is not 0. `tokens`: those that do, from the first tile's first on.
-    // Of rows, the last one fills up its tile, so that only whole tiles are missing.
-    template <int TILES> METHOD void clear_missing(u32 values, int tokens) const {
-        if (IN_ROWS) tokens = (tokens + TILE - 1) / TILE * TILE;
-        if (tokens >= TILES * TILE) return;
+    // Zeros in place of V's tokens that do not exist: their bytes may be a NaN, and 0·NaN is not 0. `tokens`: those that do, from the tile's first on. Of rows, the last one
+    // fills up its tile.
+    METHOD void clear_missing(u32 values, int tokens) const {
+        if (IN_ROWS || tokens >= TILE) return;
 #pragma unroll 1
-        for (int i = threadIdx.x % 128; i < TILES * V_DIM / 8 * TILE; i += 128) {
-            int t = i / (V_DIM / 8 * TILE);
-            if (t * TILE + i % TILE >= tokens) sts128(values + i * 16 + t * (2 * SIDE_BYTES - TILE * V_DIM * 2), {0.0f, 0.0f, 0.0f, 0.0f});
-        }
+        for (int i = threadIdx.x % 128; i < V_DIM / 8 * TILE; i += 128)
+            if (i % TILE >= tokens) sts128(values + i * 16, {0.0f, 0.0f, 0.0f, 0.0f});
         fence_async();
         barrier_of<128>(WARPGROUP_BARRIER + warpgroup);
     }
 
+    // Gives the factor of what was summed before.
+    METHOD float raise_maximum(int h, float now) {
+        const float alpha = approximate_exp2(m[h] - (now > MINUS_INFINITY ? now : 0.0f));
+        m[h] = now;
+        return alpha;
+    }
+    // Those that merges of spans expect.
+    METHOD void make_exponents_whole() {
+        float factor[2];
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            factor[h] = raise_maximum(h, ceilf(m[h]));
+            l[h] = l[h] * factor[h];
+        }
+        rescale(factor);
+    }
     // The rows' maxima; gives what scores are multiplied by and `base`, which they then lose, and the factors of what was summed before.
-    template <int TILES> METHOD void find_maxima(Scores<TILES>& s, int index, float (&scale)[2], float (&base)[2], float (&alpha)[2]) {
+    METHOD void find_maxima(Scores& s, int index, float (&scale)[2], float (&base)[2], float (&alpha)[2]) {
         scale[0] = rows.scale[0];
         scale[1] = rows.scale[1];
         if (HAS_SCORE_MODS) {
 #pragma unroll
-            for (int t = 0; t < TILES; t++) {
-#pragma unroll
-                for (int i = 0; i < SUMS_OF_TILE; i++) s[t][i] = s[t][i] * scale[i / 2 % 2];
-                modify_scores(s[t], index + t);
-            }
+            for (int i = 0; i < SUMS_OF_TILE; i++) s[i] = s[i] * scale[i / 2 % 2];
+            modify_scores(s, index);
             scale[0] = scale[1] = 1.0f;
         }
-        if (!rows.see_all(index * TILE, TILES * TILE))
-#pragma unroll
-            for (int t = 0; t < TILES; t++) each_hidden(index + t, [&](int i) { s[t][i] = MINUS_INFINITY; });
+        if (!rows.see_all(index * TILE)) each_hidden(index, [&](int i) { s[i] = MINUS_INFINITY; });
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-            float largest = thread_max(s[0], h);
-#pragma unroll
-            for (int t = 1; t < TILES; t++) largest = fmaxf(largest, thread_max(s[t], h));
-            float now = fmaxf(m[h], ceilf(quad_max(largest) * scale[h]) - LIFT);
-            alpha[h] = pow2(m[h] - now);
-            m[h] = now;
+            const float largest = quad_max(thread_max(s, h)) * scale[h] - LIFT, now = largest > m[h] + MOST_ABOVE ? largest : m[h];
             base[h] = now > MINUS_INFINITY ? now : 0.0f;
-        }
-    }
-    // A pair of weights in 16 bits; adds them to their row's sum.
-    DEVICE u32 weight_pair(float x, float y, float& sum) {
-        if constexpr (IS_BF16) {
-            // What is multiplied is what is summed: rounding to 8 bits then leaves a lone weight's value as it is.
-            u32 pair = bf16_pair(x, y);
-            sum = sum + (bits_float(pair << 16) + bits_float(pair & 0xffff0000));
-            return pair;
-        } else {
-            sum = sum + (x + y);
-            return f16_pair(x, y);
+            alpha[h] = raise_maximum(h, now);
         }
     }
     // Multiplies what was summed before.
@@ -218,104 +189,172 @@ struct FloatTiles : FloatQueries {
 #pragma unroll
             for (int i = 0; i < ELEMENTS; i++) o[i] = o[i] * alpha[i / 2 % 2];
     }
-    // Weights of a step, and their sums. Calls take(what `rescale` needs) before.
-    template <int TILES, class Take> METHOD void weigh(Scores<TILES>& s, int index, Weights<TILES>& weights, Take take) {
-        float scale[2], base[2], alpha[2], sum[2] = {0.0f, 0.0f};
-        find_maxima<TILES>(s, index, scale, base, alpha);
-        take(alpha);
+    // Makes scores weights, and sums them; gives the factors of what was summed before.
+    METHOD void weigh(Scores& s, int index, float (&alpha)[2]) {
+        float scale[2], base[2], sum[2][2] = {};
+        find_maxima(s, index, scale, base, alpha);
 #pragma unroll
-        for (int i = 0; i < TILES * 4; i++)
+        for (int i = 0; i < SUMS_OF_TILE; i++) {
+            const int h = i / 2 % 2;
+            s[i] = approximate_exp2(fmaf(s[i], scale[h], -base[h]));
+            sum[h][i % 2] = sum[h][i % 2] + s[i];
+        }
+#pragma unroll
+        for (int h = 0; h < 2; h++) l[h] = fmaf(l[h], alpha[h], sum[h][0] + sum[h][1]);
+    }
+    // Weights as operands.
+    METHOD void round_weights(const Scores& s, Weights& weights) const {
+#pragma unroll
+        for (int i = 0; i < TILE / 16; i++)
 #pragma unroll
             for (int n = 0; n < 4; n++) {
-                int at = 8 * (i % 4) + 4 * (n / 2) + 2 * (n % 2), h = n % 2;
-                auto weight = [&](float x) { return approximate_exp2(fmaf(x, scale[h], -base[h])); };
-                weights[i][n] = weight_pair(weight(s[i / 4][at]), weight(s[i / 4][at + 1]), sum[h]);
+                const int at = 8 * i + 2 * n;
+                weights[i][n] = IS_BF16 ? bf16_pair(s[at], s[at + 1]) : f16_pair(s[at], s[at + 1]);
             }
-#pragma unroll
-        for (int h = 0; h < 2; h++) l[h] = fmaf(l[h], alpha[h], sum[h]);
     }
 
-    // The two warpgroups of a team take turns with products, so that one weighs while the other multiplies. The first has the first turn.
-    static constexpr bool TAKES_TURNS = ATTN_BULK && Config::TEAM_WARPGROUPS > 1 && !Config::IS_WIDE && ARRIVALS == 1;
-    METHOD void take_turn() const {
-        if (TAKES_TURNS) barrier_of<256>(TURN_BARRIER + warpgroup);
-    }
-    METHOD void pass_turn() const {
-        if (TAKES_TURNS) barrier_arrive_of<256>(TURN_BARRIER + 1 - warpgroup);
-    }
-    METHOD void start() const {
-        if (warpgroup == 1) pass_turn();
-    }
-    METHOD void finish() const {
-        if (warpgroup == 0) take_turn();
-    }
+    // Whether products with the K of the next tile are under way while a tile is weighed, which takes registers for two tiles' scores.
+    template <bool HAS_LOW> static constexpr bool KEYS_AHEAD = ATTN_BULK && !HAS_LOW && !Config::UNPACKS && K_DIM <= 128 && Config::WARPGROUPS == 2;
 
-    // Adds TILES tiles of a step, from its tile `first` on. Products with their V are under way behind it, and `held` is that V's stage; before it,
-    // that of the last such products, or -1.
-    template <bool HAS_LOW, int TILES> METHOD void add_tiles(const WorkRange& range, int index, int first, const Low& low, Weights<TILES>& weights, int& held) {
-        auto& ring = sides();
-        Scores<TILES> s;
-        int side = 2 * first;
-        u32 at = same_for_all(ring.at(side));
-        wait_sides<TILES>(ring, side);
-        multiply_keys<HAS_LOW, TILES>(range, at, low, s);
-        products_wait<0>();
-        pass_turn();
+    template <class Ring> METHOD void wait_values(const Ring& values, const WorkRange& range, int index) const {
+        wait_side(values, 1);
+        if (!Config::UNPACKS) clear_missing(values.at(1), range.kv_len - index * TILE);
+    }
+    // Products with a tile's V are done.
+    template <class Ring> METHOD void release_values(Ring& values) {
         products_landed(o);
-#pragma unroll
-        for (int t = 0; t < TILES; t++) products_landed(s[t]);
-        if (held >= 0) release_sides<TILES>(ring, held - ring.stage);
-        release_sides<TILES>(ring, side);
-        if (ATTN_BULK) held = ring.stage + side + 1;
-        weigh<TILES>(s, index + first, weights, [&](const float (&alpha)[2]) { rescale(alpha); });
-        wait_sides<TILES>(ring, side + 1);
-        // The second warpgroup's turn comes behind the first one's, which has cleared the same stages.
-        if (!Config::UNPACKS && (!TAKES_TURNS || warpgroup == 0)) clear_missing<TILES>(at + SIDE_BYTES, range.kv_len - (index + first) * TILE);
-        take_turn();
-        multiply_values<TILES>(at + SIDE_BYTES, weights);
-        if (!ATTN_BULK) release_sides<TILES>(ring, side + 1);  // these products have been waited for
+        release_side(values, 1);
+        values.advance(SIDES);
     }
-    // Adds tiles a step at a time, or one, with two parts of queries, for lack of registers. Tiles behind the last are hidden. Products with V are under way
-    // with those of the next K, while the other warpgroup weighs. No branch of a warp's own is among them: the compiler would wait for each product.
-    template <bool HAS_LOW> METHOD void add_steps(const WorkRange& range, int index, int end) {
-        constexpr int TILES = HAS_LOW ? 1 : STEP;
+    // Where a warpgroup reads: the stages of the next K, and of the V whose weights come next.
+    template <class Ring> struct Place {
+        Ring keys, values;
+    };
+    // Weighs the tile `index`, whose scores are s, while products with the V of the tile before it and with the K of the next one are under way; leaves weights.
+    // No branch of a warp's own is among them: the compiler would wait for each product.
+    template <bool IS_FIRST, bool IS_LAST, class Place> METHOD void add_tile(int index, Place& at, Scores& s, Scores& next, Weights& weights) {
+        float alpha[2];
+        if (!IS_LAST) at.keys.advance(SIDES);
+        const u32 q = same_for_all(queries), k = same_for_all(at.keys.at()), v = same_for_all(at.values.at(1));
+        bool are_there = true;
+        if (!IS_LAST) are_there &= barrier_test(at.keys.full(), at.keys.phase);
+        if (!IS_FIRST) are_there &= barrier_test(at.values.full(1), at.values.phase);
+        if (__builtin_expect(!are_there, 0)) {
+            if (!IS_LAST) wait_side(at.keys, 0);
+            if (!IS_FIRST) wait_side(at.values, 1);
+        }
+        if (!IS_LAST) multiply_keys<false>(q, k, {}, next);
+        if (!IS_FIRST) multiply_values(v, weights);
+        weigh(s, index, alpha);
+        begin_behind(l[0] + l[1]);
+        products_wait<0>();
+        if (!IS_LAST) {
+            products_landed(next);
+            release_side(at.keys, 0);
+        }
+        if (!IS_FIRST) {
+            release_values(at.values);
+            rescale(alpha);
+        }
+        round_weights(s, weights);
+    }
+    // Adds tiles, with the K of each next one ahead; leaves the weights of the last one.
+    template <class Place> METHOD void add_keys_ahead(int index, int end, Place& at, Weights& weights) {
+        Scores a, b;
+        wait_side(at.keys, 0);
+        multiply_keys<false>(same_for_all(queries), same_for_all(at.keys.at()), {}, a);
+        products_wait<0>();
+        products_landed(a);
+        release_side(at.keys, 0);
+        if (index + 1 == end) return add_tile<true, true>(index, at, a, b, weights);
+        add_tile<true, false>(index, at, a, b, weights);
+#pragma unroll 1
+        for (index++; index + 2 < end; index += 2) {
+            add_tile<false, false>(index, at, b, a, weights);
+            add_tile<false, false>(index + 1, at, a, b, weights);
+        }
+        if (index + 1 < end) {
+            add_tile<false, false>(index, at, b, a, weights);
+#pragma unroll
+            for (int i = 0; i < SUMS_OF_TILE; i++) b[i] = a[i];
+            index++;
+        }
+        add_tile<false, true>(index, at, b, a, weights);
+    }
+    // The same with room for one tile's scores: products with the V of the tile before are under way while a tile is weighed.
+    template <bool HAS_LOW, class Place> METHOD void add_one_by_one(const WorkRange& range, int index, int end, Place& at, Weights& weights) {
         Low low;
         if (HAS_LOW && KEEPS_LOW) each_query_pair(range, [&](int panel, int i, int h, u32, u32 second) { low[panel % LOW_PANELS][2 * i + h] = second; });
-        Weights<TILES> weights;
-        int held = -1;
-        take_turn();
-#pragma unroll 1
-        for (; index < end; index += STEP) {
-#pragma unroll
-            for (int first = 0; first < STEP; first += TILES) add_tiles<HAS_LOW, TILES>(range, index, first, low, weights, held);
-            sides().advance(SIDES);
-        }
+        Scores s;
+        float alpha[2];
+        const auto begin_keys = [&](u32 q, u32 keys) {
+            multiply_keys<HAS_LOW>(q, keys, low, s);
+            if (HAS_LOW && !KEEPS_LOW) multiply_low(range, [&](int panel) { return matrices_behind(keys_at(keys), dims_at(panel)); }, s);
+        };
+        const auto weigh_keys = [&] {
+            products_landed(s);
+            release_side(at.keys, 0);
+            weigh(s, index, alpha);
+        };
+        wait_side(at.keys, 0);
+        begin_keys(same_for_all(queries), same_for_all(at.keys.at()));
         products_wait<0>();
-        pass_turn();
-        products_landed(o);
-        if (held >= 0) release_sides<TILES>(sides(), held - sides().stage);
+        weigh_keys();
+        round_weights(s, weights);
+#pragma unroll 1
+        for (index++; index < end; index++) {
+            at.keys.advance(SIDES);
+            const u32 q = same_for_all(queries), k = same_for_all(at.keys.at()), v = same_for_all(at.values.at(1));
+            const bool are_there = barrier_test(at.keys.full(), at.keys.phase) & barrier_test(at.values.full(1), at.values.phase);
+            if (__builtin_expect(!are_there, 0)) {
+                wait_side(at.keys, 0);
+                wait_side(at.values, 1);
+            }
+            begin_keys(q, k);
+            multiply_values(v, weights);
+            products_wait<1>();
+            weigh_keys();
+            begin_behind(l[0] + l[1]);
+            products_wait<0>();
+            release_values(at.values);
+            rescale(alpha);
+            round_weights(s, weights);
+        }
+    }
+    template <bool HAS_LOW> METHOD void add_tiles(const WorkRange& range, int index, int end) {
+        Weights weights;
+        auto ring = sides();
+        Place<decltype(ring)> at = {ring, ring};
+        index = same_for_all(index);  // what all lanes agree on must be known to the compiler
+        end = same_for_all(end);
+        if constexpr (KEYS_AHEAD<HAS_LOW>) add_keys_ahead(index, end, at, weights);
+        else add_one_by_one<HAS_LOW>(range, index, end, at, weights);
+        wait_values(at.values, range, end - 1);  // only the last tile has tokens that do not exist
+        multiply_values(same_for_all(at.values.at(1)), weights);
+        products_wait<0>();
+        release_values(at.values);
+        sides() = at.values;
     }
     // Waits for stages and passes them on.
-    METHOD void pass_steps(const WorkRange& range, int index, int end) {
+    METHOD void pass_tiles(const WorkRange& range, int index, int end) {
         auto& ring = sides();
 #pragma unroll 1
-        for (; index < end; index += STEP) {
-            wait_sides<STEP>(ring, 0);
-            release_sides<STEP>(ring, 0);
-            wait_sides<STEP>(ring, 1);
-            if (!Config::UNPACKS) clear_missing<STEP>(ring.at(1), range.kv_len - index * TILE);
-            release_sides<STEP>(ring, 1);
+        for (; index < end; index++) {
+            wait_side(ring, 0);
+            release_side(ring, 0);
+            wait_values(ring, range, index);
+            release_side(ring, 1);
             ring.advance(SIDES);
         }
     }
     // A span's state. Its tiles are one run, as a merge takes longer than a tile.
     METHOD void attend_span(const WorkRange& range, int index, int end) {
         clear();
-        if (!multiplies()) return pass_steps(range, index, end);
-        has_low ? add_steps<Config::TWO_PARTS>(range, index, end) : add_steps<false>(range, index, end);
-        // Sums were those of a thread's own tokens.
+        if (!multiplies()) return pass_tiles(range, index, end);
+        if (index < end) Config::TWO_PARTS && has_low ? add_tiles<Config::TWO_PARTS>(range, index, end) : add_tiles<false>(range, index, end);  // a sequence may have no tokens
 #pragma unroll
-        for (int h = 0; h < 2; h++) l[h] = quad_sum(l[h]);
+        for (int h = 0; h < 2; h++) l[h] = quad_sum(l[h]);  // sums were those of a thread's own tokens
+        make_exponents_whole();
     }
 };
 

@@ -1,12 +1,11 @@
 // many_rows.cu: attention of 9 and more query rows to each KV head, up to whole prompts, with products of a warpgroup (sm_90a).
 //
-// Grid      persistent, a CTA to each SM; a warpgroup of producers and two that attend 64 rows each: one team for 128 rows, or two of 64; integers of few
-//           rows have two of 32 (many_rows/warpgroup.cuh), wide rows one whose warpgroups share 64 (many_rows/wide_integers.cuh, many_rows/wide_floats.cuh).
+// Grid      persistent, a CTA to each SM; a warpgroup of producers and two that attend 64 rows each: one team for 128 rows, or two of 64, or, of 16-bit floats and up to 128
+//           dims, three of a team for 192; integers of few rows have two of 32 (many_rows/warpgroup.cuh), wide rows one whose warpgroups share 64 (many_rows/wide_integers.cuh, many_rows/wide_floats.cuh).
 // Split     work items, (query block, KV head): where there are enough to balance, teams take whole ones from a queue, else ranges of spans
 //           (many_rows/work.cuh).
 // Pipeline  each team has a ring of stages, which its producer warp fills (pipeline.cuh). Products read keys and values from there; codes of 4 bits
 //           are turned into bytes first, and those of fp8 into f16, by the warps of the producers, in a ring of their own.
-//           Two warpgroups of a team that attend floats take turns with products (many_rows/floats.cuh).
 // Merge     a segment's state is in registers, a span's in shared memory, the row's in the workspace: each thread has its own elements. Floats have no
 //           segments, and a span's state is in registers. A work item that several teams share is merged in the workspace
 //           (many_rows/shared_items.cuh).
@@ -27,9 +26,10 @@ static_assert(Config::IS_WIDE || K_DIM == V_DIM || (Config::PRODUCTS_READ_STAGES
 static_assert(Config::IS_WIDE || (Config::PRODUCTS_READ_STAGES && !INTEGER ? K_DIM % 16 == 0 && K_DIM <= 256 : K_DIM % 32 == 0 && K_DIM <= 128), "select.rs");
 
 // Turning codes into f16 takes more registers than attending floats leaves unused.
-constexpr int PRODUCER_REGISTERS = !Config::UNPACKS ? 40 : INTEGER || Config::IS_WIDE ? 56 : 104;
-constexpr int ATTENDER_REGISTERS = !Config::UNPACKS ? 232 : INTEGER || Config::IS_WIDE ? 224 : 200;
-static_assert(PRODUCER_REGISTERS + Config::WARPGROUPS * ATTENDER_REGISTERS <= (1 + Config::WARPGROUPS) * 168,
+constexpr int START_REGISTERS = 65536 / Config::THREADS / 8 * 8;  // of each thread
+constexpr int PRODUCER_REGISTERS = Config::WARPGROUPS > 2 ? 32 : !Config::UNPACKS ? 40 : INTEGER || Config::IS_WIDE ? 56 : 104;
+constexpr int ATTENDER_REGISTERS = Config::WARPGROUPS > 2 ? 160 : !Config::UNPACKS ? 232 : INTEGER || Config::IS_WIDE ? 224 : 200;
+static_assert(PRODUCER_REGISTERS + Config::WARPGROUPS * ATTENDER_REGISTERS <= (1 + Config::WARPGROUPS) * START_REGISTERS,
               "a CTA has no more than it starts with: a warpgroup would wait forever");
 
 template <bool IS_WIDE_INTEGER> struct AttenderOf {
@@ -65,10 +65,20 @@ template <class Ranges> DEVICE void attend_ranges(Attender& self, Ranges& schedu
     shared.finish(claims);
 }
 DEVICE void attend_all(Attender& self, Scheduler scheduler, int team, Arrival* arrival) {
-    self.start();
     if constexpr (Config::WHOLE_ITEMS) attend_items(self, scheduler, team);
     else attend_ranges(self, scheduler, SharedItemMerge{self.p, arrival, TEAM_BARRIER + team});
-    self.finish();
+}
+
+// Calls attend(), of which there are two copies where queries may have second parts, whose registers then cost other queries nothing: a branch further in made these 5 % slower.
+template <class Attender, class Attend> DEVICE void attend_by_parts(Attender& self, Attend attend) {
+    if constexpr (Config::TWO_PARTS) {
+        if (self.are_in_two_parts()) {
+            self.has_low = true;
+            return attend();
+        }
+        self.has_low = false;
+    }
+    attend();
 }
 
 extern "C" __global__ void __launch_bounds__(Config::THREADS, 1) attn_decode(const __grid_constant__ DecodeParams p ATTN_ROW_MAPS) {
@@ -112,7 +122,7 @@ extern "C" __global__ void __launch_bounds__(Config::THREADS, 1) attn_decode(con
     // Teams whose rows are few have them in warps of different places: a place is a scheduler's.
     self.first_row = Config::IS_WIDE ? self.warp * 16
                                      : warpgroup % Config::TEAM_WARPGROUPS * Config::WARPGROUP_ROWS + (self.warp + 4 - 2 * team) % 4 * (Config::WARPGROUP_ROWS / 4);
-    attend_all(self, Scheduler::of_team(schedulers, team, found), team, (Arrival*)(shared + SharedMemory::ARRIVALS_AT + 16 * team));
+    attend_by_parts(self, [&] { attend_all(self, Scheduler::of_team(schedulers, team, found), team, (Arrival*)(shared + SharedMemory::ARRIVALS_AT + 16 * team)); });
 }
 
 }  // namespace attn

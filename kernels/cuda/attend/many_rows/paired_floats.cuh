@@ -35,12 +35,10 @@ struct PairedFloatTiles : WideFloatTiles {
     }
 
     // Leaves the weights of a tile with these scores and the rows' maxima, for both warpgroups.
-    METHOD void leave_weights(const Parts& stage, int index, Scores<1>& s, float (&alpha)[2]) {
-        Weights<1> weights;
-        weigh<1>(s, index, weights, [&](const float (&found)[2]) {
-            alpha[0] = found[0];
-            alpha[1] = found[1];
-        });
+    METHOD void leave_weights(const Parts& stage, int index, Scores& s, float (&alpha)[2]) {
+        Weights weights;
+        weigh(s, index, alpha);
+        round_weights(s, weights);
         own_barrier();  // products with all of K are done
         const u32 to = stage.at() + WEIGHTS + thread_row(0) * 16 + 4 * (lane % 4);
 #pragma unroll
@@ -50,29 +48,27 @@ struct PairedFloatTiles : WideFloatTiles {
             for (int h = 0; h < 2; h++) sts32(maxima_place(warpgroup, h), float_bits(m[h]));
         fence_async();
         own_barrier();
-        barrier_arrive_of<256>(TURN_BARRIER + warpgroup);
+        barrier_arrive_of<256>(WEIGHTS_BARRIER + warpgroup);
     }
     // Waits for the weights of a tile of the other warpgroup's, and adds its products with V.
     METHOD void take_other(const WorkRange& range, const Parts& stage, int index) {
-        barrier_of<256>(TURN_BARRIER + 1 - warpgroup);
+        barrier_of<256>(WEIGHTS_BARRIER + 1 - warpgroup);
         stage.wait();  // at once: the other warpgroup has read it
         float alpha[2];
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-            const float now = bits_float(lds32(maxima_place(1 - warpgroup, h)));
-            alpha[h] = pow2(m[h] - now);
-            m[h] = now;
+            alpha[h] = raise_maximum(h, bits_float(lds32(maxima_place(1 - warpgroup, h))));
             l[h] = l[h] * alpha[h];
         }
         multiply_values(range, stage, index, alpha);
     }
     // The first warpgroup's tile comes first: V of the other's is multiplied when that is weighed.
     template <bool HAS_LOW> METHOD void add_own(const WorkRange& range, int index) {
-        Scores<1> s;
+        Scores s;
         float alpha[2];
-        multiply_keys<HAS_LOW>(range, s[0]);
+        multiply_keys<HAS_LOW>(range, s);
         products_wait<0>();
-        products_landed(s[0]);
+        products_landed(s);
         leave_weights(sides(), index, s, alpha);
         multiply_values(range, sides(), index, alpha);
     }
@@ -100,13 +96,13 @@ struct PairedFloatTiles : WideFloatTiles {
 #pragma unroll 1
         for (; index + 1 < end; index += 2) {
             const Parts other = stage;
-            Scores<1> s;
+            Scores s;
             float alpha[2];
             stage.advance();
-            multiply_keys<HAS_LOW>(range, s[0]);
+            multiply_keys<HAS_LOW>(range, s);
             take_other(range, other, index);
             products_wait<1>();
-            products_landed(s[0]);
+            products_landed(s);
             leave_weights(stage, index + 1, s, alpha);
             await_values(other);
             multiply_values(range, stage, index + 1, alpha);
@@ -124,7 +120,7 @@ struct PairedFloatTiles : WideFloatTiles {
     // A span's state: as of floats that are not wide. Each warpgroup has summed the weights of its tiles.
     METHOD void attend_span(const WorkRange& range, int index, int end) {
         clear();
-        has_low ? add_tiles<Config::TWO_PARTS>(range, index, end) : add_tiles<false>(range, index, end);
+        Config::TWO_PARTS && has_low ? add_tiles<Config::TWO_PARTS>(range, index, end) : add_tiles<false>(range, index, end);
 #pragma unroll
         for (int h = 0; h < 2; h++) l[h] = quad_sum(l[h]);
         team_barrier();  // maxima are read
@@ -134,6 +130,7 @@ struct PairedFloatTiles : WideFloatTiles {
         team_barrier();
 #pragma unroll
         for (int h = 0; h < 2; h++) l[h] = bits_float(lds32(maxima_place(0, h))) + bits_float(lds32(maxima_place(1, h)));
+        make_exponents_whole();
         team_barrier();  // the next span's maxima take the place of these
     }
 };

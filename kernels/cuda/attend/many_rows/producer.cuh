@@ -18,9 +18,6 @@ struct RangeSource {
     METHOD int first_residual_tile(const DecodeParams&) const { return range.first_residual_tile; }
 };
 
-// Whether a range's last step has a tile that does not exist: its stages are passed on, so that steps begin where they did.
-DEVICE bool ends_within_step(const WorkRange& range) { return (range.end_tile() - range.first_tile()) % Config::FLOAT_STEP != 0; }
-
 // Fetches a range's queries into L2, ahead of the warps that attend. A token's rows of a KV head lie side by side.
 DEVICE void prefetch_queries(const DecodeParams& p, const WorkRange& range, int lane) {
     QueryBlock queries = query_block(p, range.b);
@@ -36,7 +33,6 @@ struct Issuer {
     Scheduler scheduler;
     TileCopier<RangeSource> copier;
     int end;
-    bool pads;  // whether stages are to be skipped after the range
 
     METHOD void start(const Ring& ring, const RowMaps* maps, int lane) {
         copier.ring = ring;
@@ -45,22 +41,18 @@ struct Issuer {
         copier.stage_of_tile = 0;
         copier.maps = maps;
         copier.tile = end = 0;
-        pads = false;
     }
     // False if nothing is left, or known: a warp that unpacks, too, cannot wait for the next item, which is published behind tiles that it unpacks.
     METHOD bool issue() {
         WorkRange& range = copier.source.range;
         bool begins = copier.tile >= end;
         if (begins) {
-            for (int i = 0; pads && i < 2; i++) copier.skip_stage();
-            pads = false;
             do {
                 if (Config::UNPACKS && !scheduler.is_known()) return false;
                 if (!scheduler.next(p, range, copier.lane)) return false;
                 copier.tile = range.first_tile();
                 end = range.end_tile();
             } while (copier.tile >= end);
-            pads = ends_within_step(range);
             copier.begin(p, range.sequence, range.kv_head, range.first_residual_tile);
             copier.appended = first_appended_tile(p, range.kv_len);
             copier.prefetch_residuals(p, end);

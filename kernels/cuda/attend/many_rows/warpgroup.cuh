@@ -14,15 +14,14 @@
 namespace attn {
 
 constexpr int SIDE_BYTES = Config::UNPACKS ? Config::UNPACKED_BYTES : Stage::BYTES;  // of the stages that floats are read from
-static_assert(INTEGER || Config::IS_WIDE || (Config::UNPACKS ? Config::UNPACKED_STAGES : Config::STAGES) % (2 * Config::FLOAT_STEP) == 0,
-              "a step's stages lie side by side: select.rs");
+static_assert(INTEGER || Config::IS_WIDE || (Config::UNPACKS ? Config::UNPACKED_STAGES : Config::STAGES) % 2 == 0, "a tile's stages lie side by side: select.rs");
 constexpr int SUMS_OF_TILE = TILE / 2, ELEMENTS = Config::PART_DIMS / 2;  // of a thread: scores, and dims of O
 constexpr int WARPGROUP_DIMS = Config::PART_DIMS * Config::V_PARTS;       // of V
 constexpr int THREAD_ROWS = Config::WARPGROUP_ROWS / 32;                 // of the two that a thread has of products
 static_assert(THREAD_ROWS == 2 || (THREAD_ROWS == 1 && INTEGER), "select.rs");
 constexpr int TEAM_BARRIER = 1;                                          // the first of the teams' named barriers
 constexpr int WARPGROUP_BARRIER = TEAM_BARRIER + Config::WARPGROUPS;     // of the warpgroups'
-constexpr int TURN_BARRIER = WARPGROUP_BARRIER + Config::WARPGROUPS;     // the first of those where a warpgroup waits for its turn
+constexpr int WEIGHTS_BARRIER = WARPGROUP_BARRIER + Config::WARPGROUPS;  // the first of those where a warpgroup waits for the other's weights (many_rows/paired_floats.cuh)
 
 // Whether element i of a thread's products is one of its rows'.
 DEVICE constexpr bool is_of_row(int i) { return i / 2 % 2 < THREAD_ROWS; }
@@ -109,12 +108,12 @@ struct Warpgroup {
     }
     // The largest of a row's numbers: of those that the thread has, and of all.
     METHOD float thread_max(const float (&s)[SUMS_OF_TILE], int h) const {
-        float x[2] = {s[2 * h], s[2 * h + 1]};
+        float x[4] = {s[2 * h], s[2 * h + 1], s[2 * h + 4], s[2 * h + 5]};
 #pragma unroll
-        for (int j = 1; j < TILE / 8; j++)
+        for (int j = 2; j < TILE / 8; j++)
 #pragma unroll
-            for (int e = 0; e < 2; e++) x[e] = fmaxf(x[e], s[4 * j + 2 * h + e]);
-        return fmaxf(x[0], x[1]);
+            for (int e = 0; e < 2; e++) x[j % 2 * 2 + e] = fmaxf(x[j % 2 * 2 + e], s[4 * j + 2 * h + e]);
+        return fmaxf(fmaxf(x[0], x[1]), fmaxf(x[2], x[3]));
     }
     METHOD float row_max(const float (&s)[SUMS_OF_TILE], int h) const { return quad_max(thread_max(s, h)); }
     // The same in half as many instructions where some of the row's numbers are positive; else a number that is not.

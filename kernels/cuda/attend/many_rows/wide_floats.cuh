@@ -24,7 +24,6 @@ struct WideFloatTiles : FloatTiles {
     // Each warpgroup loads half of the rows, which both read.
     METHOD void load_rows(const WorkRange& range) {
         find_rows(range);
-        has_low = are_in_two_parts();
         team_barrier();  // products with the last queries are done
         const int row = thread_row(warpgroup);
         const QueryRow from = unscaled_row(range, warpgroup);
@@ -77,7 +76,7 @@ struct WideFloatTiles : FloatTiles {
                 range, [&](int panel) { return matrices_behind(panel < PART_PANELS ? keys[0] : keys[Config::K_PARTS - 1], dims_at(panel % PART_PANELS)); }, s);
     }
     // Products of the weights with the warpgroup's dims of V, which begin at `at`: by panels of eight dims, in rows, or by panels of eight tokens.
-    METHOD void multiply_values(u32 at, const Weights<1>& weights) {
+    METHOD void multiply_values(u32 at, const Weights& weights) {
         constexpr int TOKENS = IN_ROWS ? 16 * SWIZZLE : BY_DIMS ? 16 * 16 : 2 * Config::PART_DIMS * 16;  // bytes from 16 tokens to the next ones
         const u64 v = values_of(at);
         products_begin();
@@ -122,15 +121,18 @@ struct WideFloatTiles : FloatTiles {
     // Adds the tiles from `index` to `end`, which come next. Products with V are waited for before those with the next K begin: the other warpgroup multiplies meanwhile, and
     // the tile's stages are free sooner.
     template <bool HAS_LOW> METHOD void add_tiles(const WorkRange& range, int index, int end) {
-        Weights<1> weights;
+        Weights weights;
 #pragma unroll 1
         for (; index < end; index++) {
-            Scores<1> s;
-            multiply_keys<HAS_LOW>(range, s[0]);
+            Scores s;
+            multiply_keys<HAS_LOW>(range, s);
             products_wait<0>();
-            products_landed(s[0]);
+            products_landed(s);
             release_keys();
-            weigh<1>(s, index, weights, [&](const float (&alpha)[2]) { rescale(alpha); });
+            float alpha[2];
+            weigh(s, index, alpha);
+            rescale(alpha);
+            round_weights(s, weights);
             take_values(range, index, [&](u32 at) {
                 multiply_values(at, weights);
                 products_wait<0>();
@@ -154,9 +156,10 @@ struct WideFloatTiles : FloatTiles {
     METHOD void attend_span(const WorkRange& range, int index, int end) {
         clear();
         if (!multiplies()) return pass_tiles(range, index, end);
-        has_low ? add_tiles<true>(range, index, end) : add_tiles<false>(range, index, end);
+        Config::TWO_PARTS && has_low ? add_tiles<Config::TWO_PARTS>(range, index, end) : add_tiles<false>(range, index, end);
 #pragma unroll
         for (int h = 0; h < 2; h++) l[h] = quad_sum(l[h]);
+        make_exponents_whole();
     }
 };
 

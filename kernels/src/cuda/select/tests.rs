@@ -406,12 +406,12 @@ fn gpus_without_a_copy_engine_have_many_rows() {
 }
 
 #[test]
-fn stages_of_16_bit_floats_divide_into_steps() {
-    let few_dims = [64, 80, 96, 128].map(|dim| [(dim, 33), (dim, 128)]);
-    for (head_dim, rows) in few_dims
+fn stages_of_16_bit_floats_hold_whole_tiles() {
+    let few_dims = [64, 80, 96, 128].map(|dim| [(dim, 33, 1), (dim, 128, 2), (dim, 129, 3)]);
+    for (head_dim, rows, row_warps) in few_dims
         .into_iter()
         .flatten()
-        .chain([(192, 128), (256, 128)])
+        .chain([(192, 128, 2), (256, 1000, 2)])
     {
         let shape = Shape {
             rows,
@@ -420,14 +420,10 @@ fn stages_of_16_bit_floats_divide_into_steps() {
             layout: KvLayout::Pages(64),
         };
         let config = shape.many_rows(LIMITS.shared_limit).unwrap();
-        // K and V of a tile for each warpgroup of a team, and a step ahead of the one that is read.
-        let of_step = if head_dim > 128 {
-            2
-        } else {
-            2 * config.row_warps
-        };
-        assert_eq!(config.stages % of_step, 0, "{head_dim} dims, {rows} rows");
-        assert!(config.stages >= 2 * of_step, "{head_dim} dims, {rows} rows");
+        let case = format!("{head_dim} dims, {rows} rows: {config:?}");
+        assert_eq!(config.row_warps, row_warps, "{case}");
+        // K and V of a tile, and of the next one.
+        assert!(config.stages % 2 == 0 && config.stages >= 4, "{case}");
     }
 }
 
