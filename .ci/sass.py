@@ -2,7 +2,7 @@
 
 tensor     tensor-core instructions
 spills     accesses of local memory in the loop over tiles: the smallest loop (a branch back) with at least argv[1] tensor-core instructions
-shared     registers that are the left operand of float products into different sums: queries that live through the loop, and weights
+shared     registers that are the left operand of float products into different sums of a loop, and are not written in between: queries that live through the loop, and weights
 serial     1 if that loop has more than a wait for two products of a warpgroup: ptxas has made products wait for each other
 disturbed  instructions that write a register while a product under way reads it or adds to it
 steps      instructions of the loop
@@ -77,17 +77,30 @@ def disturbed(instructions):
     return len(writes)
 
 
+def shared(instructions):
+    """Registers of a loop that products into one sum read after those into another, with no write in between; from the loop's end on to its start."""
+    events = {}
+    for _, text in instructions:
+        product = re.search(r"\bHGMMA\S*\s+(R\d+),\s+(R\d+)(?:\.reuse)?,\s+gdesc", text)
+        op, _, rest = PREDICATE.sub("", text).partition(" ")
+        operands = [o.strip() for o in rest.split(",")]
+        if product:
+            events.setdefault(register(product[2]), []).append(product[1])
+        elif not re.match(r"[HI]GMMA", op):
+            for written in results(op, operands):
+                events.setdefault(written, []).append(None)
+    around = [zip(of, of[1:] + of[:1]) for of in events.values()]
+    return sum(any(a and b and a != b for a, b in pairs) for pairs in around)
+
+
 def judge(lines, least):
     found = [INSTRUCTION.match(line) for line in lines]
     instructions = [(int(line[1], 16), line[2]) for line in found if line]
     tensor = [at for at, text in instructions if re.search(r"\b[IH]G?MMA", text)]
     local = [at for at, text in instructions if re.search(r"\b(LDL|STL)\b", text)]
     waits = [at for at, text in instructions if "WARPGROUP.DEPBAR" in text]
-    sums_of, loops = {}, []
+    loops = []
     for at, text in instructions:
-        product = re.search(r"\bHGMMA\S*\s+(R\d+),\s+(R\d+)(?:\.reuse)?,\s+gdesc", text)
-        if product:
-            sums_of.setdefault(product[2], set()).add(product[1])
         back = back_to(at, text)
         if back is not None and sum(back <= t <= at for t in tensor) >= least:
             loops.append((back, at))
@@ -95,8 +108,9 @@ def judge(lines, least):
     spills, waits, products, steps = [
         sum(first <= at <= last for at in of) for of in (local, waits, tensor, [at for at, _ in instructions])
     ]
-    shared = sum(len(sums) > 1 for sums in sums_of.values())
-    return len(tensor), spills, shared, int(2 * waits > products), disturbed(instructions), steps
+    innermost = [(a, b) for a, b in loops if not any((a, b) != (c, d) and a <= c and d <= b for c, d in loops)]
+    of_loops = [shared([i for i in instructions if a <= i[0] <= b]) for a, b in innermost]
+    return len(tensor), spills, sum(of_loops), int(2 * waits > products), disturbed(instructions), steps
 
 
 KEYS, MORE_KEYS = "IGMMA.64x64x32.S8.S8 R24, gdesc[UR4], RZ, !UPT", "IGMMA.64x64x32.S8.S8 R24, gdesc[UR4], R24, gsb0"
@@ -117,6 +131,8 @@ LOOPS = [
     (["MOV R152, R3", KEYS, MORE_KEYS, WAIT, VALUES, MORE_VALUES], (0, 0, 0, 1)),
     (["MOV R151, R3", KEYS, MORE_KEYS, WAIT, VALUES, MORE_VALUES], (0, 0, 0, 0)),
     (["HGMMA.64x64x16.F32 R24, R8, gdesc[UR4], R24", "HGMMA.64x64x16.F32 R64, R8, gdesc[UR4], R64", KEYS, MORE_KEYS, WAIT], (0, 1, 0, 0)),
+    (["HGMMA.64x64x16.F32 R24, R8, gdesc[UR4], R24, gsb0", WAIT, "MOV R8, R3", "HGMMA.64x64x16.F32 R64, R8, gdesc[UR4], R64", KEYS, MORE_KEYS, WAIT], (0, 1, 0, 0)),
+    (["MOV R8, R2", "HGMMA.64x64x16.F32 R24, R8, gdesc[UR4], R24, gsb0", WAIT, "MOV R8, R3", "HGMMA.64x64x16.F32 R64, R8, gdesc[UR4], R64", KEYS, MORE_KEYS, WAIT], (0, 0, 0, 0)),
 ]
 
 

@@ -84,10 +84,8 @@ template <int COUNT> DEVICE void take_registers() { asm volatile("setmaxnreg.inc
 template <bool B_SIGNED> struct Products {
     // b has 64 columns.
     DEVICE void multiply_shared(int (&d)[32], u64 a, u64 b, bool adds) {
-        if constexpr (B_SIGNED)
-            asm volatile("{ .reg .pred p; setp.ne.b32 p, %34, 0; wgmma.mma_async.sync.aligned.m64n64k32.s32.s8.s8 {" ATTN_TO_31 "}, %32, %33, p; }" : ATTN_32("+r") : "l"(a), "l"(b), "r"((int)adds));
-        else
-            asm volatile("{ .reg .pred p; setp.ne.b32 p, %34, 0; wgmma.mma_async.sync.aligned.m64n64k32.s32.s8.u8 {" ATTN_TO_31 "}, %32, %33, p; }" : ATTN_32("+r") : "l"(a), "l"(b), "r"((int)adds));
+        if constexpr (B_SIGNED) ATTN_SHARED_PRODUCT_32("k32", ".s32.s8.s8", "+r", "");
+        else ATTN_SHARED_PRODUCT_32("k32", ".s32.s8.u8", "+r", "");
     }
     DEVICE void multiply_signed(int (&d)[32], const u32 (&a)[4], u64 b, bool adds) {
         if constexpr (B_SIGNED) ATTN_PRODUCT_32("k32", ".s32.s8.s8", "+r", "");
@@ -110,24 +108,18 @@ template <bool B_SIGNED> struct Products {
 // Products of 16-bit floats, 16 deep, summed in f32. Of `a` a thread has elements 2·(lane%4) + {0, 1} of both rows, then those of the second 8 of
 // the 16. b's columns lie in rows of eight elements (K in pages), or, B_TURNED, its rows do (V in pages).
 template <bool IS_BF16, bool B_TURNED> struct FloatProducts {
-#define ATTN_MULTIPLY_SHARED(N)                                                                                  \
-    DEVICE void multiply_shared(float (&d)[N], u64 a, u64 b, bool adds) {                                        \
-        if constexpr (IS_BF16 && B_TURNED) ATTN_SHARED_PRODUCT_##N("k16", ".f32.bf16.bf16", "+f", ", 1, 1, 0, 1"); \
-        else if constexpr (IS_BF16) ATTN_SHARED_PRODUCT_##N("k16", ".f32.bf16.bf16", "+f", ", 1, 1, 0, 0");     \
-        else if constexpr (B_TURNED) ATTN_SHARED_PRODUCT_##N("k16", ".f32.f16.f16", "+f", ", 1, 1, 0, 1");      \
-        else ATTN_SHARED_PRODUCT_##N("k16", ".f32.f16.f16", "+f", ", 1, 1, 0, 0");                              \
-    }
-    ATTN_EACH_WIDTH(ATTN_MULTIPLY_SHARED)
-#undef ATTN_MULTIPLY_SHARED
-#define ATTN_MULTIPLY(N)                                                                                      \
-    DEVICE void multiply(float (&d)[N], const u32 (&a)[4], u64 b, bool adds) {                                 \
-        if constexpr (IS_BF16 && B_TURNED) ATTN_PRODUCT_##N("k16", ".f32.bf16.bf16", "+f", ", 1, 1, 1");      \
-        else if constexpr (IS_BF16) ATTN_PRODUCT_##N("k16", ".f32.bf16.bf16", "+f", ", 1, 1, 0");             \
-        else if constexpr (B_TURNED) ATTN_PRODUCT_##N("k16", ".f32.f16.f16", "+f", ", 1, 1, 1");              \
-        else ATTN_PRODUCT_##N("k16", ".f32.f16.f16", "+f", ", 1, 1, 0");                                      \
-    }
+    // PRODUCT with the tail for b as it is turned, or not.
+#define ATTN_OF_FLOATS(PRODUCT, TURNED, STRAIGHT)                                      \
+    if constexpr (IS_BF16 && B_TURNED) PRODUCT("k16", ".f32.bf16.bf16", "+f", TURNED); \
+    else if constexpr (IS_BF16) PRODUCT("k16", ".f32.bf16.bf16", "+f", STRAIGHT);      \
+    else if constexpr (B_TURNED) PRODUCT("k16", ".f32.f16.f16", "+f", TURNED);         \
+    else PRODUCT("k16", ".f32.f16.f16", "+f", STRAIGHT)
+#define ATTN_MULTIPLY(N)                                                                                                                                       \
+    DEVICE void multiply_shared(float (&d)[N], u64 a, u64 b, bool adds) { ATTN_OF_FLOATS(ATTN_SHARED_PRODUCT_##N, ", 1, 1, 0, 1", ", 1, 1, 0, 0"); }           \
+    DEVICE void multiply(float (&d)[N], const u32 (&a)[4], u64 b, bool adds) { ATTN_OF_FLOATS(ATTN_PRODUCT_##N, ", 1, 1, 1", ", 1, 1, 0"); }
     ATTN_EACH_WIDTH(ATTN_MULTIPLY)
 #undef ATTN_MULTIPLY
+#undef ATTN_OF_FLOATS
 };
 
 }  // namespace attn

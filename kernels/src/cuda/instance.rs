@@ -142,6 +142,12 @@ fn scheme_id(scheme: Scheme) -> usize {
     }
 }
 
+/// Whether kernels of a problem have code for windows, chunks, soft caps and slopes.
+pub(crate) fn has_score_mods(problem: &Problem) -> bool {
+    let scores = &problem.scores;
+    scores.hides_old_tokens() || scores.softcap.is_some() || scores.alibi_slopes.is_some()
+}
+
 impl Instance {
     /// The kernels of all decode steps that differ from this problem's in batch and lengths alone.
     pub fn all_decode(
@@ -234,9 +240,7 @@ impl Instance {
             head_dim: problem.head_dim,
             layout,
             config,
-            score_mods: problem.scores.hides_old_tokens()
-                || problem.scores.softcap.is_some()
-                || problem.scores.alibi_slopes.is_some(),
+            score_mods: has_score_mods(problem),
             spans: false,
             centres: false,
         }

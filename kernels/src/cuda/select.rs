@@ -8,6 +8,7 @@ use super::{
         RESERVED_SHARED, SM_TEAMS, WARPGROUPS,
     },
     cost::{Cost, fastest_split, split_kv_us},
+    instance::has_score_mods,
     launch::takes_whole_items,
     row_blocks::RowBlocks,
     smem::{Stage, has_wide_rows, shared_bytes, wide_parts},
@@ -40,6 +41,8 @@ pub struct Shape {
     pub head_dim: HeadDim,
     /// How K and V lie.
     pub layout: KvLayout,
+    /// Whether scores are modified, or hidden by more than causality.
+    pub score_mods: bool,
 }
 
 impl Shape {
@@ -50,6 +53,7 @@ impl Shape {
             format,
             head_dim: problem.head_dim,
             layout,
+            score_mods: has_score_mods(problem),
         }
     }
 
@@ -172,7 +176,8 @@ impl Shape {
         let is_16_bit = k.code_bits() == 16;
         let has_many_dims = dim > 128;
         // Three read a cached token half as often as two for as many rows, where registers suffice for their states.
-        let has_three = is_16_bit && !has_many_dims && shared_limit >= BULK_SHARED;
+        let has_three =
+            is_16_bit && !has_many_dims && !self.score_mods && shared_limit >= BULK_SHARED;
         let row_warps = match self.rows {
             0..=64 if !has_many_dims => 1,
             129.. if has_three => WARPGROUPS + 1,

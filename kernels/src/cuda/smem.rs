@@ -322,6 +322,7 @@ mod tests {
                             format,
                             head_dim,
                             layout,
+                            score_mods: false,
                         };
                         for limit in [163 * 1024, 227 * 1024] {
                             for config in shape.all(limit) {

@@ -2,24 +2,25 @@
 // define their bits on a GPU; tests/src/check.rs bounds their error.
 //
 // Products are of 16-bit floats, in bf16 for bf16 and in f16 for all else, and sums are f32. A query is one such float where it came as one, or where K was
-// rounder than it, else the sum of two. A weight is one, relative to the row's running maximum, so that products add up in the state. Codes are f16 by then.
+// rounder than it, else the sum of two. A weight is one, relative to a maximum of the row that is raised seldom, so that products add up in the state. Codes are f16 by then.
+// Products with V of a tile are under way while the next one is weighed; the other warpgroups' products, too.
 #pragma once
 #include "attend/many_rows/float_queries.cuh"
 
 namespace attn {
 
 struct FloatTiles : FloatQueries {
-    // A row's maximum is raised where scores are above it by so much that weights would leave the range of f16: what was summed is multiplied seldom then. Weights of f16
-    // are as large as that leaves room for, so that small ones keep their bits.
+    // A row's maximum is raised where scores are above it by more than MOST_ABOVE, in powers of two, so that what was summed is seldom multiplied. Weights of f16 are as large as
+    // its range allows then, 2^15, so that small ones keep their bits.
     static constexpr int MOST_ABOVE = 8, LIFT = IS_BF16 ? 0 : 15 - MOST_ABOVE;
-    static constexpr bool IN_ROWS = PAGE == 0 && !Config::UNPACKS;           // products read rows as the copy engine puts them into a stage
+    static constexpr bool IN_ROWS = PAGE == 0 && !Config::UNPACKS;  // products read rows as the copy engine puts them into a stage
     static constexpr int SWIZZLE = IN_ROWS ? Stage::K_SWIZZLE : 128;
     static constexpr bool BY_DIMS = !Config::UNPACKS || Stage::V_TOKEN_MAJOR;  // V lies by panels of eight dims, or in rows of them, else by panels of eight tokens
     static constexpr int SIDES = 2;  // stages of a tile in the ring: K and V
-    // Products read the first parts of queries from shared memory, which leaves registers for a second tile; or from registers, where codes are turned.
+    // Products read the first parts of queries from shared memory, or from registers, where codes are turned.
     static constexpr int HIGH_PANELS = Config::QUERIES_IN_REGISTERS ? Keys::PANELS : 1;
     u32 high[HIGH_PANELS][4];  // as left operands of 16 dims
-    // The second parts of queries: in registers, or, of many dims, found again for each tile.
+    // The second parts of queries: in registers, or, of many dims or rows, found again for each tile.
     static constexpr bool KEEPS_LOW = K_DIM <= 128 && Config::WARPGROUPS == 2;
     static constexpr int LOW_PANELS = KEEPS_LOW ? Keys::PANELS : Config::WARPGROUPS > 2 ? 1 : K_DIM <= 192 ? 4 : 2;
     using Scores = float[SUMS_OF_TILE];
@@ -49,6 +50,7 @@ struct FloatTiles : FloatQueries {
     }
     METHOD void load_rows(const WorkRange& range) {
         find_rows(range);
+        if (Config::WARPGROUPS == 2) has_low = are_in_two_parts();  // else many_rows.cu has found it
         barrier_of<128>(WARPGROUP_BARRIER + warpgroup);  // products with the last queries are done
         if constexpr (Config::UNPACKS) {
             // In the order of dims in which codes are turned.
@@ -149,13 +151,13 @@ struct FloatTiles : FloatQueries {
         barrier_of<128>(WARPGROUP_BARRIER + warpgroup);
     }
 
-    // Gives the factor of what was summed before.
+    // Gives the row's maximum a new value, and the factor of what was summed before.
     METHOD float raise_maximum(int h, float now) {
         const float alpha = approximate_exp2(m[h] - (now > MINUS_INFINITY ? now : 0.0f));
         m[h] = now;
         return alpha;
     }
-    // Those that merges of spans expect.
+    // Makes maxima powers of two with whole exponents, as merges of spans expect them.
     METHOD void make_exponents_whole() {
         float factor[2];
 #pragma unroll
@@ -214,7 +216,7 @@ struct FloatTiles : FloatQueries {
     }
 
     // Whether products with the K of the next tile are under way while a tile is weighed, which takes registers for two tiles' scores.
-    template <bool HAS_LOW> static constexpr bool KEYS_AHEAD = ATTN_BULK && !HAS_LOW && !Config::UNPACKS && K_DIM <= 128 && Config::WARPGROUPS == 2;
+    template <bool HAS_LOW> static constexpr bool KEYS_AHEAD = !HAS_LOW && !Config::UNPACKS && K_DIM <= 128 && Config::TEAM_WARPGROUPS == 2;
 
     template <class Ring> METHOD void wait_values(const Ring& values, const WorkRange& range, int index) const {
         wait_side(values, 1);
@@ -230,19 +232,22 @@ struct FloatTiles : FloatQueries {
     template <class Ring> struct Place {
         Ring keys, values;
     };
+    // Both are tested at once, as a test takes longer than its issue.
+    template <bool OF_KEYS, bool OF_VALUES, class Place> METHOD void wait_stages(const Place& at) const {
+        bool are_there = true;
+        if (OF_KEYS) are_there &= barrier_test(at.keys.full(), at.keys.phase);
+        if (OF_VALUES) are_there &= barrier_test(at.values.full(1), at.values.phase);
+        if (__builtin_expect(are_there, 1)) return;
+        if (OF_KEYS) wait_side(at.keys, 0);
+        if (OF_VALUES) wait_side(at.values, 1);
+    }
     // Weighs the tile `index`, whose scores are s, while products with the V of the tile before it and with the K of the next one are under way; leaves weights.
     // No branch of a warp's own is among them: the compiler would wait for each product.
     template <bool IS_FIRST, bool IS_LAST, class Place> METHOD void add_tile(int index, Place& at, Scores& s, Scores& next, Weights& weights) {
         float alpha[2];
         if (!IS_LAST) at.keys.advance(SIDES);
         const u32 q = same_for_all(queries), k = same_for_all(at.keys.at()), v = same_for_all(at.values.at(1));
-        bool are_there = true;
-        if (!IS_LAST) are_there &= barrier_test(at.keys.full(), at.keys.phase);
-        if (!IS_FIRST) are_there &= barrier_test(at.values.full(1), at.values.phase);
-        if (__builtin_expect(!are_there, 0)) {
-            if (!IS_LAST) wait_side(at.keys, 0);
-            if (!IS_FIRST) wait_side(at.values, 1);
-        }
+        wait_stages<!IS_LAST, !IS_FIRST>(at);
         if (!IS_LAST) multiply_keys<false>(q, k, {}, next);
         if (!IS_FIRST) multiply_values(v, weights);
         weigh(s, index, alpha);
@@ -281,23 +286,27 @@ struct FloatTiles : FloatQueries {
         }
         add_tile<false, true>(index, at, b, a, weights);
     }
+    // Scores of the tile that `at` is at: products are under way, unless there are second parts of many dims.
+    template <bool HAS_LOW> METHOD void begin_keys(const WorkRange& range, u32 q, u32 keys, const Low& low, Scores& s) const {
+        multiply_keys<HAS_LOW>(q, keys, low, s);
+        if (HAS_LOW && !KEEPS_LOW) multiply_low(range, [&](int panel) { return matrices_behind(keys_at(keys), dims_at(panel)); }, s);
+    }
+    template <bool HAS_LOW> METHOD void keep_low(const WorkRange& range, Low& low) {
+        if (HAS_LOW && KEEPS_LOW) each_query_pair(range, [&](int panel, int i, int h, u32, u32 second) { low[panel % LOW_PANELS][2 * i + h] = second; });
+    }
     // The same with room for one tile's scores: products with the V of the tile before are under way while a tile is weighed.
     template <bool HAS_LOW, class Place> METHOD void add_one_by_one(const WorkRange& range, int index, int end, Place& at, Weights& weights) {
         Low low;
-        if (HAS_LOW && KEEPS_LOW) each_query_pair(range, [&](int panel, int i, int h, u32, u32 second) { low[panel % LOW_PANELS][2 * i + h] = second; });
+        keep_low<HAS_LOW>(range, low);
         Scores s;
         float alpha[2];
-        const auto begin_keys = [&](u32 q, u32 keys) {
-            multiply_keys<HAS_LOW>(q, keys, low, s);
-            if (HAS_LOW && !KEEPS_LOW) multiply_low(range, [&](int panel) { return matrices_behind(keys_at(keys), dims_at(panel)); }, s);
-        };
         const auto weigh_keys = [&] {
             products_landed(s);
             release_side(at.keys, 0);
             weigh(s, index, alpha);
         };
         wait_side(at.keys, 0);
-        begin_keys(same_for_all(queries), same_for_all(at.keys.at()));
+        begin_keys<HAS_LOW>(range, same_for_all(queries), same_for_all(at.keys.at()), low, s);
         products_wait<0>();
         weigh_keys();
         round_weights(s, weights);
@@ -305,12 +314,8 @@ struct FloatTiles : FloatQueries {
         for (index++; index < end; index++) {
             at.keys.advance(SIDES);
             const u32 q = same_for_all(queries), k = same_for_all(at.keys.at()), v = same_for_all(at.values.at(1));
-            const bool are_there = barrier_test(at.keys.full(), at.keys.phase) & barrier_test(at.values.full(1), at.values.phase);
-            if (__builtin_expect(!are_there, 0)) {
-                wait_side(at.keys, 0);
-                wait_side(at.values, 1);
-            }
-            begin_keys(q, k);
+            wait_stages<true, true>(at);
+            begin_keys<HAS_LOW>(range, q, k, low, s);
             multiply_values(v, weights);
             products_wait<1>();
             weigh_keys();
@@ -321,13 +326,35 @@ struct FloatTiles : FloatQueries {
             round_weights(s, weights);
         }
     }
+    // The same where products are done when they are issued; the last tile's V is left, too.
+    template <bool HAS_LOW, class Place> METHOD void add_in_order(const WorkRange& range, int index, int end, Place& at, Weights& weights) {
+        Low low;
+        keep_low<HAS_LOW>(range, low);
+#pragma unroll 1
+        while (true) {
+            Scores s;
+            float alpha[2];
+            wait_side(at.keys, 0);
+            begin_keys<HAS_LOW>(range, queries, at.keys.at(), low, s);
+            release_side(at.keys, 0);
+            weigh(s, index, alpha);
+            rescale(alpha);
+            round_weights(s, weights);
+            if (++index == end) return;
+            wait_side(at.values, 1);
+            multiply_values(at.values.at(1), weights);
+            release_values(at.values);
+            at.keys.advance(SIDES);
+        }
+    }
     template <bool HAS_LOW> METHOD void add_tiles(const WorkRange& range, int index, int end) {
         Weights weights;
         auto ring = sides();
         Place<decltype(ring)> at = {ring, ring};
         index = same_for_all(index);  // what all lanes agree on must be known to the compiler
         end = same_for_all(end);
-        if constexpr (KEYS_AHEAD<HAS_LOW>) add_keys_ahead(index, end, at, weights);
+        if constexpr (!ATTN_BULK) add_in_order<HAS_LOW>(range, index, end, at, weights);
+        else if constexpr (KEYS_AHEAD<HAS_LOW>) add_keys_ahead(index, end, at, weights);
         else add_one_by_one<HAS_LOW>(range, index, end, at, weights);
         wait_values(at.values, range, end - 1);  // only the last tile has tokens that do not exist
         multiply_values(same_for_all(at.values.at(1)), weights);
@@ -351,7 +378,8 @@ struct FloatTiles : FloatQueries {
     METHOD void attend_span(const WorkRange& range, int index, int end) {
         clear();
         if (!multiplies()) return pass_tiles(range, index, end);
-        if (index < end) Config::TWO_PARTS && has_low ? add_tiles<Config::TWO_PARTS>(range, index, end) : add_tiles<false>(range, index, end);  // a sequence may have no tokens
+        if (index < end)
+            Config::TWO_PARTS&& has_low ? add_tiles<Config::TWO_PARTS>(range, index, end) : add_tiles<false>(range, index, end);  // a sequence may have no tokens
 #pragma unroll
         for (int h = 0; h < 2; h++) l[h] = quad_sum(l[h]);  // sums were those of a thread's own tokens
         make_exponents_whole();

@@ -69,16 +69,18 @@ DEVICE void attend_all(Attender& self, Scheduler scheduler, int team, Arrival* a
     else attend_ranges(self, scheduler, SharedItemMerge{self.p, arrival, TEAM_BARRIER + team});
 }
 
-// Calls attend(), of which there are two copies where queries may have second parts, whose registers then cost other queries nothing: a branch further in made these 5 % slower.
-template <class Attender, class Attend> DEVICE void attend_by_parts(Attender& self, Attend attend) {
-    if constexpr (Config::TWO_PARTS) {
+// Blocks of three warpgroups, which are many, have a copy of all that for queries with second parts, whose registers then cost others nothing: a branch further in makes these
+// 5 % slower. Where work is short, a second copy costs more than it gains, even unused: instructions are fetched as they come.
+template <class Attender> DEVICE void attend_by_parts(Attender& self, const Scheduler& scheduler, int team, Arrival* arrival) {
+    if constexpr (Config::TWO_PARTS && Config::WARPGROUPS > 2) {
         if (self.are_in_two_parts()) {
             self.has_low = true;
-            return attend();
+            attend_all(self, scheduler, team, arrival);
+            return;
         }
         self.has_low = false;
     }
-    attend();
+    attend_all(self, scheduler, team, arrival);
 }
 
 extern "C" __global__ void __launch_bounds__(Config::THREADS, 1) attn_decode(const __grid_constant__ DecodeParams p ATTN_ROW_MAPS) {
@@ -122,7 +124,7 @@ extern "C" __global__ void __launch_bounds__(Config::THREADS, 1) attn_decode(con
     // Teams whose rows are few have them in warps of different places: a place is a scheduler's.
     self.first_row = Config::IS_WIDE ? self.warp * 16
                                      : warpgroup % Config::TEAM_WARPGROUPS * Config::WARPGROUP_ROWS + (self.warp + 4 - 2 * team) % 4 * (Config::WARPGROUP_ROWS / 4);
-    attend_by_parts(self, [&] { attend_all(self, Scheduler::of_team(schedulers, team, found), team, (Arrival*)(shared + SharedMemory::ARRIVALS_AT + 16 * team)); });
+    attend_by_parts(self, Scheduler::of_team(schedulers, team, found), team, (Arrival*)(shared + SharedMemory::ARRIVALS_AT + 16 * team));
 }
 
 }  // namespace attn

@@ -120,7 +120,7 @@ struct PairedFloatTiles : WideFloatTiles {
     // A span's state: as of floats that are not wide. Each warpgroup has summed the weights of its tiles.
     METHOD void attend_span(const WorkRange& range, int index, int end) {
         clear();
-        Config::TWO_PARTS && has_low ? add_tiles<Config::TWO_PARTS>(range, index, end) : add_tiles<false>(range, index, end);
+        Config::TWO_PARTS&& has_low ? add_tiles<Config::TWO_PARTS>(range, index, end) : add_tiles<false>(range, index, end);
 #pragma unroll
         for (int h = 0; h < 2; h++) l[h] = quad_sum(l[h]);
         team_barrier();  // maxima are read

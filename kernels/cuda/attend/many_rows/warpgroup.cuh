@@ -14,7 +14,8 @@
 namespace attn {
 
 constexpr int SIDE_BYTES = Config::UNPACKS ? Config::UNPACKED_BYTES : Stage::BYTES;  // of the stages that floats are read from
-static_assert(INTEGER || Config::IS_WIDE || (Config::UNPACKS ? Config::UNPACKED_STAGES : Config::STAGES) % 2 == 0, "a tile's stages lie side by side: select.rs");
+static_assert(INTEGER || Config::IS_WIDE || (Config::UNPACKS ? Config::UNPACKED_STAGES : Config::STAGES) % 2 == 0,
+              "a tile's stages lie side by side: select.rs");
 constexpr int SUMS_OF_TILE = TILE / 2, ELEMENTS = Config::PART_DIMS / 2;  // of a thread: scores, and dims of O
 constexpr int WARPGROUP_DIMS = Config::PART_DIMS * Config::V_PARTS;       // of V
 constexpr int THREAD_ROWS = Config::WARPGROUP_ROWS / 32;                 // of the two that a thread has of products
@@ -34,7 +35,7 @@ struct ThreadRows {
     float scale[2];  // of scores
     float ratio[2];  // of queries with two parts: the second part's scale in the first one's
     float base[2][2];  // what scores count from on the grid: of the first tile, and of all later ones
-    int sum[2];      // Q, of queries in integers
+    int sum[2];  // Q, of queries in integers
     int all_start, all_end;  // tokens that all of the warp's rows see; where warps multiply for themselves, registers are few, and lanes vote
 
     // Of a tile's scores.
@@ -54,14 +55,14 @@ struct Warpgroup {
     const DecodeParams& p;
     Ring ring;
     UnpackedRing unpacked;
-    u32 queries;              // shared addresses
-    u32 thresholds;           // of integers
-    u32 scales;               // of integers: the warp's room for V's scales of a tile
-    u32 state;                // of integers: the thread's elements of a span's state, 2048 bytes apart; of wide rows SpanMemory
-    float4* row_state;        // in the workspace, 128 apart
+    u32 queries;  // shared addresses
+    u32 thresholds;  // of integers
+    u32 scales;  // of integers: the warp's room for V's scales of a tile
+    u32 state;  // of integers: the thread's elements of a span's state, 2048 bytes apart; of wide rows SpanMemory
+    float4* row_state;  // in the workspace, 128 apart
     int warpgroup, warp, lane;  // `warp`: of the warpgroup
-    int first_row;              // of the warp in its work item
-    bool has_rows;              // whether some of the warp's rows are no padding
+    int first_row;  // of the warp in its work item
+    bool has_rows;  // whether some of the warp's rows are no padding
     ThreadRows rows;
     float m[2], l[2], o[ELEMENTS];
 

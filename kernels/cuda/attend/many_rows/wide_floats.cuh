@@ -24,6 +24,7 @@ struct WideFloatTiles : FloatTiles {
     // Each warpgroup loads half of the rows, which both read.
     METHOD void load_rows(const WorkRange& range) {
         find_rows(range);
+        if (Config::WARPGROUPS == 2) has_low = are_in_two_parts();  // else many_rows.cu has found it
         team_barrier();  // products with the last queries are done
         const int row = thread_row(warpgroup);
         const QueryRow from = unscaled_row(range, warpgroup);
@@ -156,7 +157,7 @@ struct WideFloatTiles : FloatTiles {
     METHOD void attend_span(const WorkRange& range, int index, int end) {
         clear();
         if (!multiplies()) return pass_tiles(range, index, end);
-        Config::TWO_PARTS && has_low ? add_tiles<Config::TWO_PARTS>(range, index, end) : add_tiles<false>(range, index, end);
+        Config::TWO_PARTS&& has_low ? add_tiles<Config::TWO_PARTS>(range, index, end) : add_tiles<false>(range, index, end);
 #pragma unroll
         for (int h = 0; h < 2; h++) l[h] = quad_sum(l[h]);
         make_exponents_whole();

@@ -17,6 +17,7 @@ fn shape(rows: usize, format: KvFormat, head_dim: impl Into<HeadDim>, layout: Kv
         format,
         head_dim: head_dim.into(),
         layout,
+        score_mods: false,
     }
 }
 
@@ -418,6 +419,7 @@ fn stages_of_16_bit_floats_hold_whole_tiles() {
             format: "bf16".parse().unwrap(),
             head_dim: HeadDim::same(head_dim),
             layout: KvLayout::Pages(64),
+            score_mods: false,
         };
         let config = shape.many_rows(LIMITS.shared_limit).unwrap();
         let case = format!("{head_dim} dims, {rows} rows: {config:?}");
