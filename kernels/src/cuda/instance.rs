@@ -6,6 +6,7 @@ use super::{
     arch::{Exponential, Target},
     config::{Kernel, KernelConfig, KvLayout, SM_TEAMS},
     select::{self, Shape},
+    split::has_score_mods,
 };
 
 /// A kernel with everything that it is compiled for.
@@ -140,12 +141,6 @@ fn scheme_id(scheme: Scheme) -> usize {
         Scheme::RotatedInt8 => 7,
         Scheme::RotatedInt4 { .. } => 8,
     }
-}
-
-/// Whether kernels of a problem have code for windows, chunks, soft caps and slopes.
-pub(crate) fn has_score_mods(problem: &Problem) -> bool {
-    let scores = &problem.scores;
-    scores.hides_old_tokens() || scores.softcap.is_some() || scores.alibi_slopes.is_some()
 }
 
 impl Instance {

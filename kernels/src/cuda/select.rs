@@ -8,11 +8,10 @@ use super::{
         RESERVED_SHARED, SM_TEAMS, WARPGROUPS,
     },
     cost::{Cost, fastest_split, split_kv_us},
-    instance::has_score_mods,
     launch::takes_whole_items,
     row_blocks::RowBlocks,
     smem::{Stage, has_wide_rows, shared_bytes, wide_parts},
-    split::{longest, rows},
+    split::{has_score_mods, longest, rows},
 };
 
 /// The most CTAs along a grid's second and third axis.

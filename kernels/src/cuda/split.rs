@@ -109,6 +109,12 @@ pub(crate) fn kv_heads(problem: &Problem) -> usize {
     problem.batch().saturating_mul(problem.num_kv_heads)
 }
 
+/// Whether kernels of a problem have code for windows, chunks, soft caps and slopes.
+pub(crate) fn has_score_mods(problem: &Problem) -> bool {
+    let scores = &problem.scores;
+    scores.hides_old_tokens() || scores.softcap.is_some() || scores.alibi_slopes.is_some()
+}
+
 /// Query rows of a KV head.
 pub(crate) fn rows(problem: &Problem) -> usize {
     problem.heads_per_kv() * problem.max_q_len()
