@@ -425,7 +425,10 @@ fn stages_of_16_bit_floats_hold_whole_tiles() {
         let case = format!("{head_dim} dims, {rows} rows: {config:?}");
         assert_eq!(config.row_warps, row_warps, "{case}");
         // K and V of a tile, and of the next one.
-        assert!(config.stages % 2 == 0 && config.stages >= 4, "{case}");
+        assert!(
+            config.stages.is_multiple_of(2) && config.stages >= 4,
+            "{case}"
+        );
     }
 }
 
