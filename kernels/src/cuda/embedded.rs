@@ -55,8 +55,10 @@ pub fn common(arch: Arch) -> Vec<Instance> {
                     all.extend(decode);
                 }
             }
-            for q_len in [3, 8, 64] {
-                all.extend(many_rows(format, head_dim, q_len, arch.shared_limit()));
+            // Few tokens, and blocks of prompts of two and of three warpgroups.
+            for (heads, q_len) in [(16, 3), (4, 32), (16, 64)] {
+                let problem = Problem::new(Heads::new(heads, 1, head_dim), [64]).q_len(q_len);
+                all.extend(many_rows(&problem, format, arch.shared_limit()));
             }
         }
     }
@@ -100,16 +102,9 @@ fn wide(arch: Arch) -> Vec<Instance> {
     shapes.into_iter().flat_map(of).collect()
 }
 
-/// `many_rows.cu` for 16 rows of each query token, and what makes prompts fast ([`Arithmetic::Fast`]).
-fn many_rows(
-    format: KvFormat,
-    head_dim: HeadDim,
-    q_len: usize,
-    shared_limit: usize,
-) -> Vec<Instance> {
-    let heads = Heads::new(16, 1, head_dim);
-    let problem = Problem::new(heads, [64]).q_len(q_len);
-    let problem = problem.arithmetic(Arithmetic::Fast);
+/// `many_rows.cu` for a problem, and what makes prompts fast ([`Arithmetic::Fast`]).
+fn many_rows(problem: &Problem, format: KvFormat, shared_limit: usize) -> Vec<Instance> {
+    let problem = problem.clone().arithmetic(Arithmetic::Fast);
     let layout = KvLayout::Pages(64);
     let mut all = Instance::all_decode(&problem, format, layout, shared_limit);
     all.retain(|instance| matches!(instance.name(), "many_rows" | "dequantize"));
