@@ -310,11 +310,22 @@ impl Shape {
 
     /// The configurations of `many_rows.cu`, for runs of spans and for whole work items.
     pub(crate) fn all_many_rows(&self, shared_limit: usize) -> impl Iterator<Item = KernelConfig> {
-        let config = self.many_rows(shared_limit).into_iter();
-        config.flat_map(|config| {
-            [Kernel::ManyRows, Kernel::ManyRowsWhole]
-                .map(|kernel| KernelConfig { kernel, ..config })
-        })
+        let config = self.many_rows(shared_limit);
+        let whole = config.and_then(|config| self.whole_items(config, shared_limit));
+        config.into_iter().chain(whole)
+    }
+
+    /// The same configuration for whole work items, whose query rows may take shared memory of stages; `None` where too few are left.
+    fn whole_items(&self, config: KernelConfig, shared_limit: usize) -> Option<KernelConfig> {
+        (config.stages.min(4)..=config.stages)
+            .rev()
+            .step_by(2)
+            .map(|stages| KernelConfig {
+                kernel: Kernel::ManyRowsWhole,
+                stages,
+                ..config
+            })
+            .find(|config| self.fits(config, 1, shared_limit))
     }
 
     /// The kernels for every batch and length of the shape: `split_kv.cu` first, then those of `many_rows.cu` and `low_latency.cu`.
@@ -370,14 +381,10 @@ pub fn many_rows(
     }
     let config = shape.many_rows(limits.shared_limit)?;
     let are_blocks = preferences.are_blocks;
-    let takes_whole_items = takes_whole_items(problem, config.row_warps, limits.sms, are_blocks);
-    Some(KernelConfig {
-        kernel: match takes_whole_items {
-            true => Kernel::ManyRowsWhole,
-            false => Kernel::ManyRows,
-        },
-        ..config
-    })
+    let whole = takes_whole_items(problem, config.row_warps, limits.sms, are_blocks)
+        .then(|| shape.whole_items(config, limits.shared_limit))
+        .flatten();
+    Some(whole.unwrap_or(config))
 }
 
 /// Tokens of a page that `dequantize.cu` and `gather_pages.cu` write: those of a tile.

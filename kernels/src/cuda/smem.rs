@@ -167,7 +167,7 @@ fn wide_unpacked(format: KvFormat, head_dim: HeadDim) -> [usize; 2] {
     [if is_one { 1 } else { 3 }, arithmetic::TILE * 2 * part]
 }
 
-/// Queries, and two numbers of each row; of fp8 stages as f16; of integers weights of a span, too, four numbers for each row of its tiles, and of its segments, thresholds, and V's scales of each warp.
+/// Queries, and a number of each row, of integers two; of fp8 stages as f16; of integers weights of a span, too, four numbers for each row of its tiles, and of its segments, thresholds, and V's scales of each warp.
 fn wide_rows_bytes(
     config: &KernelConfig,
     stage: &Stage,
@@ -185,16 +185,20 @@ fn wide_rows_bytes(
         }
         false => (k_dim * 2, 0),
     };
+    let of_row = if format.is_integer() { 8 } else { 4 };
     config.stages * (stage.wide + stage.wide_barriers)
         + unpacked * (unpacked_bytes + 16)
         + rows * query
         + of_integers
-        + rows * 8
+        + rows * of_row
         + 64
         + 16
         + 16
         + 80
 }
+
+/// What a buffer of query rows has beside them, with its barriers.
+const LOADED: usize = 320 + 16;
 
 fn many_rows_bytes(config: &KernelConfig, stage: &Stage, head_dim: usize) -> usize {
     let warpgroups = warpgroups(config.row_warps);
@@ -208,8 +212,11 @@ fn many_rows_bytes(config: &KernelConfig, stage: &Stage, head_dim: usize) -> usi
             let queries = if head_dim > 64 { 0 } else { dims * 2 };
             (UNPACKED_FLOAT_STAGES * (tile * head_dim * 2 + 16), queries)
         }
-        // First parts of queries.
-        Unpacked::Nothing { integers: false } => (0, dims * 2),
+        // First parts of queries: of whole work items two buffers of a warpgroup, whose rows are loaded ahead (`LOADS_AHEAD`).
+        Unpacked::Nothing { integers: false } => match config.kernel {
+            Kernel::ManyRowsWhole if head_dim <= 128 => (0, 2 * (dims * 2 + warpgroups * LOADED)),
+            _ => (0, dims * 2),
+        },
         // Queries, states of spans, thresholds, and V's scales of each warp.
         Unpacked::Nothing { integers: true } => (0, dims * 5 + tile * 4 + scales),
         Unpacked::Bytes { values_are_bytes } => {

@@ -58,6 +58,7 @@ struct RowAttender : TilesOf<INTEGER, Config::IS_WIDE, Config::HAS_PAIRS>::Type 
             if (MERGES_ROWS && span_index > 0) merge_row(row);
             if (MERGES_ROWS && span_index < last) keep_row(row);
         }
+        if constexpr (Config::LOADS_AHEAD) release_rows();
         if (Config::WHOLE_ITEMS || (!leaves_each && range.is_all())) {
             write_rows(range);
             return false;

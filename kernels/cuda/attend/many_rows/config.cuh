@@ -54,6 +54,10 @@ struct ManyRowsConfig : KernelDefaults {
     static constexpr bool QUERIES_IN_REGISTERS = !INTEGER && UNPACKS && K_DIM > 64 && !IS_WIDE;
     static constexpr bool TWO_PARTS = !INTEGER && !UNPACKS;  // whether f32 queries may be the sum of two floats; one is finer than any code
 
+    // Whether warps of the producers load the query rows of a work item while the one before it is attended (many_rows/loaded_rows.cuh): where they unpack nothing.
+    static constexpr bool LOADS_AHEAD = WHOLE_ITEMS && !INTEGER && !UNPACKS && !IS_WIDE && K_DIM <= 128;
+    static constexpr int ROW_BUFFERS = LOADS_AHEAD ? 2 : 1;  // of a warpgroup's query rows
+
     // Whether the warpgroups of a team take tiles of wide floats in pairs (many_rows/paired_floats.cuh): of latents, which leave room for weights.
     static constexpr bool HAS_PAIRS = !INTEGER && IS_WIDE && LATENTS && !UNPACKS && ATTN_BULK && K_DIM - V_DIM >= TILE;
 

@@ -37,7 +37,7 @@ struct FloatTiles : FloatQueries {
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             float (&x)[Keys::PANELS][4] = elements[h];
-            lift_row(range, rotate_row(x, lane).of_part[0], up[h], rows.scale[h]);
+            set_lift(range, h, FloatRows::lift_of(rotate_row(x, lane).of_part[0]));
 #pragma unroll
             for (int panel = 0; panel < Keys::PANELS; panel++)
 #pragma unroll
@@ -49,7 +49,7 @@ struct FloatTiles : FloatQueries {
         }
     }
     METHOD void load_rows(const WorkRange& range) {
-        find_rows(range);
+        find_rows(range, query_block(p, range.b));
         if (Config::WARPGROUPS == 2) has_low = are_in_two_parts();  // else many_rows.cu has found it
         barrier_of<128>(WARPGROUP_BARRIER + warpgroup);  // products with the last queries are done
         if constexpr (Config::UNPACKS) {
@@ -61,11 +61,7 @@ struct FloatTiles : FloatQueries {
             });
         } else {
 #pragma unroll
-            for (int h = 0; h < 2; h++) {
-                const float2 of_row = store_row(range, unscaled_row(range, h), queries + (16 * warp + lane / 4 + 8 * h) * 16);
-                up[h] = of_row.x;
-                rows.scale[h] = of_row.y;
-            }
+            for (int h = 0; h < 2; h++) set_lift(range, h, float_rows().store_row(unscaled_row(range, h), queries + (16 * warp + lane / 4 + 8 * h) * 16));
         }
         fence_async();
         barrier_of<128>(WARPGROUP_BARRIER + warpgroup);

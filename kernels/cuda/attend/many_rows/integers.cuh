@@ -6,7 +6,7 @@ namespace attn {
 
 struct IntegerTiles : IntegerRows {
     METHOD void load_rows(const WorkRange& range) {
-        find_rows(range);
+        find_rows(range, query_block(p, range.b));
         barrier_of<128>(WARPGROUP_BARRIER + warpgroup);  // products with the last queries are done
         QueryRow from[THREAD_ROWS];
         float elements[THREAD_ROWS][Keys::PANELS][4];

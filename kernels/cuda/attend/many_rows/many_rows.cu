@@ -15,6 +15,7 @@
 // Shared    many_rows/shared_memory.cuh.
 // Host      kernels/src/cuda: select.rs (configuration), launch.rs, smem.rs; attn-cuda/src/native/launch_plan.rs.
 #include "attend/many_rows/attender.cuh"
+#include "attend/many_rows/row_loader.cuh"
 #include "attend/many_rows/shared_items.cuh"
 #include "attend/many_rows/wide_attender.cuh"
 
@@ -25,12 +26,13 @@ static_assert((PAGE != 0 || !INTEGER) && (LATENTS || Keys::GROUPS == 1) && Value
 static_assert(Config::IS_WIDE || K_DIM == V_DIM || (Config::PRODUCTS_READ_STAGES && PAGE != 0 && K_DIM > V_DIM), "select.rs: else rows take one for the other");
 static_assert(Config::IS_WIDE || (Config::PRODUCTS_READ_STAGES && !INTEGER ? K_DIM % 16 == 0 && K_DIM <= 256 : K_DIM % 32 == 0 && K_DIM <= 128), "select.rs");
 
-// Turning codes into f16 takes more registers than attending floats leaves unused.
-constexpr int START_REGISTERS = 65536 / Config::THREADS / 8 * 8;  // of each thread
-constexpr int PRODUCER_REGISTERS = Config::WARPGROUPS > 2 ? 32 : !Config::UNPACKS ? 40 : INTEGER || Config::IS_WIDE ? 56 : 104;
-constexpr int ATTENDER_REGISTERS = Config::WARPGROUPS > 2 ? 160 : !Config::UNPACKS ? 232 : INTEGER || Config::IS_WIDE ? 224 : 200;
-static_assert(PRODUCER_REGISTERS + Config::WARPGROUPS * ATTENDER_REGISTERS <= (1 + Config::WARPGROUPS) * START_REGISTERS,
-              "a CTA has no more than it starts with: a warpgroup would wait forever");
+// Of each thread. Turning codes into f16 takes more registers than attending floats leaves unused; those that attend have what is left.
+constexpr int START_REGISTERS = 65536 / Config::THREADS / 8 * 8;
+constexpr int PRODUCER_REGISTERS = Config::UNPACKS && !INTEGER && !Config::IS_WIDE ? 104
+                                   : Config::UNPACKS || Config::LOADS_AHEAD        ? 56
+                                   : Config::WARPGROUPS > 2                        ? 32
+                                                                                   : 40;
+constexpr int ATTENDER_REGISTERS = ((1 + Config::WARPGROUPS) * START_REGISTERS - PRODUCER_REGISTERS) / Config::WARPGROUPS / 8 * 8;
 
 template <bool IS_WIDE_INTEGER> struct AttenderOf {
     using Type = RowAttender;
@@ -41,16 +43,21 @@ template <> struct AttenderOf<true> {
 using Attender = AttenderOf<INTEGER && Config::IS_WIDE>::Type;
 
 // Attends whole work items, and reserves the team's next ones.
-template <class Items> DEVICE void attend_items(Attender& self, Items& scheduler, int team) {
-    bool reserves = self.warpgroup % Config::TEAM_WARPGROUPS == 0 && self.warp == 0 && self.lane == 0;
-    if (reserves) scheduler.publish(blockIdx.x * Config::TEAMS + team);
+template <class Attender, class Items> DEVICE void attend_items(Attender& self, Items& scheduler, int team) {
     WorkRange range;
+    if constexpr (Config::LOADS_AHEAD) {
 #pragma unroll 1
-    while (scheduler.next(self.p, range, self.lane)) {
-        u32 item = reserves ? scheduler.reserve(self.p) : 0;  // the atomic returns while rows are loaded
-        self.load_rows(range);
-        if (reserves) scheduler.publish(item);
-        self.attend(range);
+        while (self.take_rows(range)) self.attend(range);
+    } else {
+        bool reserves = self.warpgroup % Config::TEAM_WARPGROUPS == 0 && self.warp == 0 && self.lane == 0;
+        if (reserves) scheduler.publish(blockIdx.x * Config::TEAMS + team);
+#pragma unroll 1
+        while (scheduler.next(self.p, range, self.lane)) {
+            u32 item = reserves ? scheduler.reserve(self.p) : 0;  // the atomic returns while rows are loaded
+            self.load_rows(range);
+            if (reserves) scheduler.publish(item);
+            self.attend(range);
+        }
     }
 }
 // Attends a range of spans, and merges work items that several teams share.
@@ -97,6 +104,7 @@ extern "C" __global__ void __launch_bounds__(Config::THREADS, 1) attn_decode(con
         barrier_init(base + SharedMemory::COPIED + threadIdx.x * 8, 1);
         barrier_init_fence();
     }
+    if (Config::LOADS_AHEAD && threadIdx.x < Config::WARPGROUPS) RowBuffers::of_warpgroup(shared, threadIdx.x).init();
     if (INTEGER && threadIdx.x < TILE) sts32(base + SharedMemory::THRESHOLDS + threadIdx.x * 4, float_bits(threshold(threadIdx.x)));
     if (threadIdx.x == Config::THREADS - 1) touch_params(p, base + SharedMemory::NOWHERE);
     after_dependencies(p);
@@ -109,21 +117,25 @@ extern "C" __global__ void __launch_bounds__(Config::THREADS, 1) attn_decode(con
     };
     if (warp < 4) {
         give_up_registers<PRODUCER_REGISTERS>();
-        int team = warp % TEAMS;
-        const RowMaps* rows = ATTN_ROW_MAPS_OR_NULL;
-        produce(p, rows, Scheduler::of_team(schedulers, team, found), ring_of(team), unpacked_of(team), warp / TEAMS, lane);
+        int team = warp % TEAMS, producer = warp / TEAMS;
+        Scheduler scheduler = Scheduler::of_team(schedulers, team, found);
+        if (Config::LOADS_AHEAD && producer > 0) {
+            load_rows_ahead(p, scheduler, shared, team, producer, lane);
+        } else {
+            const RowMaps* rows = ATTN_ROW_MAPS_OR_NULL;
+            produce(p, rows, scheduler, ring_of(team), unpacked_of(team), producer, lane);
+        }
+        wait_for_dependencies();  // a launch that waits for this one relies on those before it, too
         return;
     }
     take_registers<ATTENDER_REGISTERS>();
     int warpgroup = warp / 4 - 1, team = warpgroup / Config::TEAM_WARPGROUPS, thread = threadIdx.x % 128;
     float4* states = (float4*)(p.partial_o + p.row_states_at);
-    Attender self = {
-        {{p, ring_of(team), unpacked_of(team), base + SharedMemory::QUERIES + warpgroup % ROW_SETS * QUERY_BYTES, base + SharedMemory::THRESHOLDS,
-          base + SharedMemory::SCALES + (warp - 4) * TILE * 4, base + SharedMemory::STATES + (Config::IS_WIDE ? 0 : warpgroup * 64 * V_DIM * 4 + thread * 16),
-          states + (blockIdx.x * Config::WARPGROUPS * (V_DIM / 8) + warpgroup * (WARPGROUP_DIMS / 8)) * 128 + thread, warpgroup, warp % 4, lane}}};
-    // Teams whose rows are few have them in warps of different places: a place is a scheduler's.
-    self.first_row = Config::IS_WIDE ? self.warp * 16
-                                     : warpgroup % Config::TEAM_WARPGROUPS * Config::WARPGROUP_ROWS + (self.warp + 4 - 2 * team) % 4 * (Config::WARPGROUP_ROWS / 4);
+    Attender self = {{{p, ring_of(team), unpacked_of(team), RowBuffers::of_warpgroup(shared, warpgroup), base + SharedMemory::QUERIES + warpgroup % ROW_SETS * QUERY_BYTES,
+                       base + SharedMemory::THRESHOLDS, base + SharedMemory::SCALES + (warp - 4) * TILE * 4,
+                       base + SharedMemory::STATES + (Config::IS_WIDE ? 0 : warpgroup * 64 * V_DIM * 4 + thread * 16),
+                       states + (blockIdx.x * Config::WARPGROUPS * (V_DIM / 8) + warpgroup * (WARPGROUP_DIMS / 8)) * 128 + thread, warpgroup, warp % 4, lane}}};
+    self.first_row = first_row_of(warpgroup, self.warp);
     attend_by_parts(self, Scheduler::of_team(schedulers, team, found), team, (Arrival*)(shared + SharedMemory::ARRIVALS_AT + 16 * team));
 }
 

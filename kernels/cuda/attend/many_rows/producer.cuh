@@ -59,7 +59,8 @@ struct Issuer {
             copier.load_page_indices(p);
         }
         if (copier.copy_next(p) && copier.known == 32) copier.load_page_indices(p);
-        if (!Config::UNPACKS && (INTEGER || Config::WHOLE_ITEMS) && begins) prefetch_queries(p, copier.source.range, copier.lane);  // others gain nothing by it
+        if (!Config::UNPACKS && (INTEGER || Config::WHOLE_ITEMS) && !Config::LOADS_AHEAD && begins)
+            prefetch_queries(p, copier.source.range, copier.lane);  // others gain nothing by it
         return true;
     }
 };
@@ -433,7 +434,6 @@ DEVICE void produce(const DecodeParams& p, const RowMaps* maps, const Scheduler&
             if (unpacker > 0) Turner{ring, unpacker - 1, lane}.turn_all(p, scheduler);
         if constexpr (Config::UNPACKS)
             if (unpacker > 0) Widener{ring, unpacked, unpacker - 1, lane}.widen_all(p, scheduler);
-        wait_for_dependencies();
         return;
     }
     Issuer issuer = {p, scheduler};
@@ -444,7 +444,6 @@ DEVICE void produce(const DecodeParams& p, const RowMaps* maps, const Scheduler&
 #pragma unroll 1
         while (unpacker == 0 && issuer.issue()) {}
     }
-    wait_for_dependencies();  // a launch that waits for this one relies on those before it, too
 }
 
 }  // namespace attn

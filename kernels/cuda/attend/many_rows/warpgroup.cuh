@@ -7,6 +7,7 @@
 #else
 #include "common/warp_products.cuh"
 #endif
+#include "attend/many_rows/loaded_rows.cuh"
 #include "attend/many_rows/producer.cuh"
 #include "attend/merge.cuh"
 #include "attend/query_rows.cuh"
@@ -55,6 +56,7 @@ struct Warpgroup {
     const DecodeParams& p;
     Ring ring;
     UnpackedRing unpacked;
+    RowBuffers buffers;
     u32 queries;  // shared addresses
     u32 thresholds;  // of integers
     u32 scales;  // of integers: the warp's room for V's scales of a tile
@@ -72,8 +74,7 @@ struct Warpgroup {
     DEVICE u32 same_for_all(u32 at) { return ATTN_BULK ? __shfl_sync(~0u, opaque(at), 0) : opaque(at); }
     DEVICE int token_of(int j, int e, int lane) { return 8 * j + 2 * (lane % 4) + e; }
 
-    METHOD void find_rows(const WorkRange& range) {
-        QueryBlock queries_of = query_block(p, range.b);
+    METHOD void find_rows(const WorkRange& range, const QueryBlock& queries_of) {
         int first = first_position(p, queries_of, range.kv_len);
         int first_of_warp = range.row_block * Config::ROWS + first_row;
         has_rows = __any_sync(~0u, first_of_warp < p.heads_per_kv * queries_of.tokens);
@@ -90,6 +91,9 @@ struct Warpgroup {
         rows.all_start = warp_max(max(rows.start[0], rows.start[THREAD_ROWS - 1]));
         rows.all_end = warp_min(min(rows.end[0], rows.end[THREAD_ROWS - 1]));
     }
+
+    // Products with queries that were loaded ahead are done.
+    METHOD void release_rows() { buffers.pass_on(buffers.empty(), lane); }
 
     // Of the threads that attend the same rows.
     METHOD void team_barrier() const { barrier_of<Config::MERGE_THREADS>(TEAM_BARRIER + warpgroup / Config::TEAM_WARPGROUPS); }

@@ -19,25 +19,21 @@ struct WideFloatTiles : FloatTiles {
     static constexpr int PART_PANELS = Keys::PANELS / Config::K_PARTS;  // of 16 dims
 
     METHOD int thread_row(int h) const { return first_row + lane / 4 + 8 * h; }
-    METHOD u32 row_place(int row) const { return state + row * 8; }
+    METHOD u32 row_place(int row) const { return state + row * 4; }
 
     // Each warpgroup loads half of the rows, which both read.
     METHOD void load_rows(const WorkRange& range) {
-        find_rows(range);
+        find_rows(range, query_block(p, range.b));
         if (Config::WARPGROUPS == 2) has_low = are_in_two_parts();  // else many_rows.cu has found it
         team_barrier();  // products with the last queries are done
         const int row = thread_row(warpgroup);
         const QueryRow from = unscaled_row(range, warpgroup);
-        const float2 of_row = store_row(range, from, queries + row * 16);
-        if (lane % 4 == 0) sts64(row_place(row), of_row.x, of_row.y);
+        const float lift = float_rows().store_row(from, queries + row * 16);
+        if (lane % 4 == 0) sts32(row_place(row), float_bits(lift));
         fence_async();
         team_barrier();
 #pragma unroll
-        for (int h = 0; h < 2; h++) {
-            const uint2 x = lds64(row_place(thread_row(h)));
-            up[h] = bits_float(x.x);
-            rows.scale[h] = bits_float(x.y);
-        }
+        for (int h = 0; h < 2; h++) set_lift(range, h, bits_float(lds32(row_place(thread_row(h)))));
     }
 
     METHOD void release(const Parts& stage) const {

@@ -28,7 +28,7 @@ struct WideTiles : IntegerRows {
 
     // Each warpgroup loads half of the rows, whose queries and numbers all of them read.
     METHOD void load_rows(const WorkRange& range) {
-        find_rows(range);
+        find_rows(range, query_block(p, range.b));
         team_barrier();  // products with the last queries are done
         const int row = thread_row(warpgroup);
         const QueryRow from[1] = {query_row(p, range, range.kv_head, row)};

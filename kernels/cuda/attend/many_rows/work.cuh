@@ -43,6 +43,13 @@ struct WorkRange {
     METHOD WorkItem item() const { return {b, kv_head, row_block, num_spans}; }
 };
 
+// Which row of a work item is the first one of a warp of a warpgroup. Teams whose rows are few have them in warps of different places: a place is a scheduler's.
+DEVICE int first_row_of(int warpgroup, int warp) {
+    if (Config::IS_WIDE) return warp * 16;
+    const int team = warpgroup / Config::TEAM_WARPGROUPS, of_team = warpgroup % Config::TEAM_WARPGROUPS;
+    return of_team * Config::WARPGROUP_ROWS + (warp + 4 - 2 * team) % 4 * (Config::WARPGROUP_ROWS / 4);
+}
+
 // What work items of a query block differ by: KV heads, and row blocks of each, of which rows that are not wide have one.
 DEVICE int heads(const DecodeParams& p) { return Config::IS_WIDE ? p.num_kv_heads * p.row_blocks : p.num_kv_heads; }
 
@@ -122,11 +129,11 @@ struct SpanRangeScheduler {
 };
 static_assert(sizeof(SpanRangeScheduler) <= SCHEDULER_BYTES, "many_rows/shared_memory.cuh");
 
-// Gives a team whole work items: the first by the team's number, each further one by a counter of the launch in the workspace. One of the attending threads
+// Gives a team whole work items: the first by the team's number, each further one by a counter of the launch in the workspace. One thread
 // reserves an item when the team begins with the one before, and publishes it to all warps of the team in a slot of shared memory.
 struct ItemQueueScheduler {
-    static constexpr int READERS =
-        (Config::UNPACKS ? Config::UNPACKERS + 1 : 1 + Config::TURNERS) + 4 * Config::TEAM_WARPGROUPS;  // warps; the one that copies and unpacks reads twice
+    // Warps; the one that copies and unpacks reads twice.
+    static constexpr int READERS = (Config::UNPACKS ? Config::UNPACKERS + 1 : 1 + Config::TURNERS) + (Config::LOADS_AHEAD ? 1 : 4) * Config::TEAM_WARPGROUPS;
 
     u32 slots;  // shared address: u64 full[QUEUE_SLOTS], empty[QUEUE_SLOTS]; u32 items[QUEUE_SLOTS]
     u32 blocks;  // query blocks that have tokens
