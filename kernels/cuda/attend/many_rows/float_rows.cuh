@@ -40,7 +40,7 @@ struct FloatRows {
     // A row in f32, loaded twice, a few chunks at once.
     METHOD float store_wide(const QueryRow& from, u32 to) const {
         const float4* mine = (const float4*)from.row + lane % 4 * 2;
-        const auto chunk = [&](int i, float(&x)[8]) {
+        const auto chunk = [&](int i, float (&x)[8]) {
 #pragma unroll
             for (int n = 0; n < 2; n++) {
                 const float4 four = mine[i * 8 + n];
@@ -83,7 +83,8 @@ struct FloatRows {
 #pragma unroll
         for (int i = 0; i < CHUNKS; i++) count(words[i].x), count(words[i].y), count(words[i].z), count(words[i].w);
         const float largest = quad_max(widen(max(first, second) >> 17, from.dtype));
-        const bool is_alike = from.dtype == (IS_BF16 ? Dtype::BF16 : Dtype::F16) && (!IS_BF16 || largest == 0.0f || (largest >= LEAST_AS_IS && largest < MOST_LIFTED));
+        const bool is_alike =
+            from.dtype == (IS_BF16 ? Dtype::BF16 : Dtype::F16) && (!IS_BF16 || largest == 0.0f || (largest >= LEAST_AS_IS && largest < MOST_LIFTED));
         if (__all_sync(~0u, is_alike)) {
 #pragma unroll
             for (int i = 0; i < CHUNKS; i++)
@@ -93,7 +94,8 @@ struct FloatRows {
         const float lift = lift_of(largest);
 #pragma unroll
         for (int i = 0; i < CHUNKS; i++) {
-            const float2 pairs[4] = {widen_pair(words[i].x, from.dtype), widen_pair(words[i].y, from.dtype), widen_pair(words[i].z, from.dtype), widen_pair(words[i].w, from.dtype)};
+            const float2 pairs[4] = {widen_pair(words[i].x, from.dtype), widen_pair(words[i].y, from.dtype), widen_pair(words[i].z, from.dtype),
+                                     widen_pair(words[i].w, from.dtype)};
             const float x[8] = {pairs[0].x, pairs[0].y, pairs[1].x, pairs[1].y, pairs[2].x, pairs[2].y, pairs[3].x, pairs[3].y};
             if (has_chunk(i)) store(place(to, i), x, lift);
         }
