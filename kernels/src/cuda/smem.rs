@@ -198,7 +198,7 @@ fn wide_rows_bytes(
 }
 
 /// What a buffer of query rows has beside them, with its barriers.
-const LOADED: usize = 320 + 16;
+const LOADED: usize = 328 + 16;
 
 fn many_rows_bytes(config: &KernelConfig, stage: &Stage, head_dim: usize) -> usize {
     let warpgroups = warpgroups(config.row_warps);

@@ -19,6 +19,8 @@ template <> struct TilesOf<false, true, true> {
 };
 
 struct RowAttender : TilesOf<INTEGER, Config::IS_WIDE, Config::HAS_PAIRS>::Type {
+    // Tiles that are summed in a state of their own: a span, or, of floats, so many that merging them takes little, and so few that sums stay exact enough.
+    static constexpr int RUN_SHIFT = INTEGER ? SPAN_SHIFT : 6;
     static constexpr bool MERGES_ROWS = Config::WHOLE_ITEMS || !Config::LEAVES_EACH_SPAN;
     static constexpr int AT_ONCE = Config::IS_WIDE || ELEMENTS > 64 ? 4 : ELEMENTS / 4;  // pairs of a row that are written at once: registers bind where the state is large
 
@@ -41,29 +43,29 @@ struct RowAttender : TilesOf<INTEGER, Config::IS_WIDE, Config::HAS_PAIRS>::Type 
         }
     }
 
-    // Attends spans of a work item, whose rows are loaded. Writes the rows and returns false if these are all of its spans, and need no merge at the end; else leaves partials
+    // Attends tiles of a work item, whose rows are loaded. Writes the rows and returns false if these are all of its tiles, and need no merge at the end; else leaves partials
     // and returns true.
     METHOD bool attend(const WorkRange& range) {
         RowState row;
-        const int first_span = Config::WHOLE_ITEMS ? 0 : range.first, last = range.end - 1;
-        const bool leaves_each = !Config::WHOLE_ITEMS && (Config::LEAVES_EACH_SPAN ? range.num_spans > 1 : first_span > 0);
+        const int first_tile = Config::WHOLE_ITEMS ? 0 : range.first_tile, runs = runs_of(range.end_tile - first_tile, RUN_SHIFT);
+        const bool leaves_each = INTEGER && !Config::WHOLE_ITEMS && (Config::LEAVES_EACH_SPAN ? range.num_partials > 1 : range.first > 0);
 #pragma unroll 1
-        for (int span_index = first_span; span_index <= last; span_index++) {
-            int index = span_index << range.span_shift;
-            attend_span(range, index, min(range.num_tiles, index + (1 << range.span_shift)));
+        for (int run = 0; run < runs; run++) {
+            int index = first_tile + (run << RUN_SHIFT);
+            attend_span(range, index, min(range.end_tile, index + (1 << RUN_SHIFT)));
             if (leaves_each) {
-                write_partial(range, span_index);
+                write_partial(range, range.first + run);
                 continue;
             }
-            if (MERGES_ROWS && span_index > 0) merge_row(row);
-            if (MERGES_ROWS && span_index < last) keep_row(row);
+            if (MERGES_ROWS && run > 0) merge_row(row);
+            if (MERGES_ROWS && run + 1 < runs) keep_row(row);
         }
         if constexpr (Config::LOADS_AHEAD) release_rows();
         if (Config::WHOLE_ITEMS || (!leaves_each && range.is_all())) {
             write_rows(range);
             return false;
         }
-        if (!leaves_each) write_partial(range, last);
+        if (!leaves_each) write_partial(range, range.end - 1);
         return true;
     }
 };

@@ -14,7 +14,7 @@ struct ManyRowsConfig : KernelDefaults {
     // a team then have the same rows, each a share of V's dims: of integers they go through it part after part (many_rows/wide_integers.cuh), of floats they have it
     // at once (many_rows/wide_floats.cuh).
     static constexpr bool IS_WIDE = INTEGER ? K_DIM != V_DIM || V_DIM > 128 || LATENTS : larger(K_DIM, V_DIM) > 256;
-    static constexpr bool LEAVES_EACH_SPAN = IS_WIDE;  // as a partial, where work items are not whole: a merge at the end waits for its loads once
+    static constexpr bool LEAVES_EACH_SPAN = INTEGER && IS_WIDE;  // as a partial, where work items are not whole: a merge at the end waits for its loads once
     static constexpr int TURNERS = INTEGER && IS_WIDE && LATENTS ? 3 : 0;  // warps of the producers that turn latents into values
     static_assert(!IS_WIDE || TEAM_WARPGROUPS == WARPGROUPS, "select.rs");
     static constexpr int WARPGROUP_ROWS = IS_WIDE ? ROWS : ROWS / TEAM_WARPGROUPS;

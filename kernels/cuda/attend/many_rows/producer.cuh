@@ -50,8 +50,8 @@ struct Issuer {
             do {
                 if (Config::UNPACKS && !scheduler.is_known()) return false;
                 if (!scheduler.next(p, range, copier.lane)) return false;
-                copier.tile = range.first_tile();
-                end = range.end_tile();
+                copier.tile = range.first_tile;
+                end = range.end_tile;
             } while (copier.tile >= end);
             copier.begin(p, range.sequence, range.kv_head, range.first_residual_tile);
             copier.appended = first_appended_tile(p, range.kv_len);
@@ -183,7 +183,7 @@ struct Unpacker {
         while (scheduler.next(p, range, lane)) {
             if (Config::WHOLE_ITEMS) issue(0);  // what is known now
 #pragma unroll 1
-            for (int index = range.first_tile(); index < range.end_tile(); index++) {
+            for (int index = range.first_tile; index < range.end_tile; index++) {
                 if constexpr (INTEGER) unpack_bytes(range, index);
                 else unpack_floats(range, index);
             }
@@ -204,8 +204,8 @@ DEVICE void each_part(const DecodeParams& p, Scheduler& scheduler, WorkRange& ra
     while (scheduler.next(p, range, lane)) {
         begin();
 #pragma unroll 1
-        for (int first = range.first_tile(); first < range.end_tile(); first += 1 << SPAN_SHIFT) {
-            const int end = min(range.end_tile(), first + (1 << SPAN_SHIFT));
+        for (int first = range.first_tile; first < range.end_tile; first += 1 << SPAN_SHIFT) {
+            const int end = min(range.end_tile, first + (1 << SPAN_SHIFT));
             keys(first, end);
 #pragma unroll 1
             for (int part = 0; part < Config::V_PARTS; part++) values(first, end, part);

@@ -7,7 +7,7 @@ namespace attn {
 constexpr int QUEUE_SLOTS = 4, SCHEDULER_BYTES = QUEUE_SLOTS * 20;
 constexpr int QUERY_BYTES = 64 * K_DIM * (INTEGER ? 1 : Config::QUERIES_IN_REGISTERS ? 0 : 2);   // of 64 rows
 constexpr int ROW_SETS = Config::IS_WIDE ? 1 : Config::WARPGROUPS * Config::ROW_BUFFERS;          // of 64 rows each
-constexpr int LOADED_BYTES = 320, LOADED_ROWS = Config::LOADS_AHEAD ? ROW_SETS : 0;  // of a LoadedRows (many_rows/loaded_rows.cuh), of which each set has one
+constexpr int LOADED_BYTES = 328, LOADED_ROWS = Config::LOADS_AHEAD ? ROW_SETS : 0;  // of a LoadedRows (many_rows/loaded_rows.cuh), of which each set has one
 
 // Of wide rows: what the weights of a span leave for its values, tile after tile.
 struct SpanMemory {

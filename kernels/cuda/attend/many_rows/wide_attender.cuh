@@ -46,9 +46,9 @@ struct WideAttender : WideTiles {
         const int first_span = Config::WHOLE_ITEMS ? 0 : range.first, last = range.end - 1;
 #pragma unroll 1
         for (int span_index = first_span; span_index <= last; span_index++) {
-            const int index = span_index << range.span_shift;
+            const int index = span_index << SPAN_SHIFT;
             const RowState before = row;
-            attend_span(index, min(range.num_tiles, index + (1 << range.span_shift)), [&](int part) {
+            attend_span(index, min(range.num_tiles, index + (1 << SPAN_SHIFT)), [&](int part) {
                 if (!Config::WHOLE_ITEMS) return write_partial(range, span_index, part);
                 row = before;
                 if (span_index > 0) merge_row(row, part);

@@ -10,16 +10,13 @@
 
 namespace attn {
 
-// Spans of floats are longer in prompts, where others of the sequence's query blocks are work enough: filling the pipeline anew and merging take longer
-// than a tile. By the block's place in its sequence alone, as its bits follow from its spans.
-constexpr int LONG_SPAN_SHIFT = SPAN_SHIFT + 2, PROMPT_TOKENS = 128;
-DEVICE int span_shift_of(const QueryBlock& block) { return !INTEGER && block.behind >= PROMPT_TOKENS ? LONG_SPAN_SHIFT : SPAN_SHIFT; }
-
-// What a team attends of a work item: the spans from `first` to `end`.
+// What a team attends of a work item: tiles, and the partials that these are. In integers each span is one, on every grid; in floats the tiles of a team are.
 struct WorkRange {
-    int b, kv_head, row_block, sequence, kv_len, num_tiles, span_shift, num_spans, first_residual_tile, first, end;
+    int b, kv_head, row_block, sequence, kv_len, num_tiles, first_residual_tile;
+    int first_tile, end_tile;
+    int first, end, num_partials;
 
-    // All spans of a query block, which sees so many tokens, and a head (`heads`).
+    // All tiles of a query block, which sees so many tokens, and a head (`heads`).
     DEVICE WorkRange of(const DecodeParams& p, int b, int head, int kv_len) {
         QueryBlock queries = query_block(p, b);
         WorkRange range;
@@ -29,18 +26,16 @@ struct WorkRange {
         range.sequence = queries.sequence;
         range.kv_len = kv_len;
         range.num_tiles = (kv_len + TILE - 1) / TILE;
-        range.span_shift = span_shift_of(queries);
-        range.num_spans = runs_of(range.num_tiles, range.span_shift);
         range.first_residual_tile = first_residual_tile_of(p, queries.tokens, kv_len);
+        range.first_tile = 0;
+        range.end_tile = range.num_tiles;
         range.first = 0;
-        range.end = range.num_spans;
+        range.end = range.num_partials = INTEGER ? runs_of(range.num_tiles, SPAN_SHIFT) : 1;
         return range;
     }
-    METHOD bool is_all() const { return first == 0 && end == num_spans; }
+    METHOD bool is_all() const { return first == 0 && end == num_partials; }
     METHOD bool has_residuals(int tile) const { return attn::has_residuals(tile, first_residual_tile, true); }
-    METHOD int first_tile() const { return first << span_shift; }
-    METHOD int end_tile() const { return min(num_tiles, end << span_shift); }
-    METHOD WorkItem item() const { return {b, kv_head, row_block, num_spans}; }
+    METHOD WorkItem item() const { return {b, kv_head, row_block, num_partials}; }
 };
 
 // Which row of a work item is the first one of a warp of a warpgroup. Teams whose rows are few have them in warps of different places: a place is a scheduler's.
@@ -71,6 +66,7 @@ template <class Of> DEVICE BlockSums sum_blocks(const DecodeParams& p, u32* sums
 // Gives a team a range of all spans, in the order of query blocks, their KV heads and spans.
 struct SpanRangeScheduler {
     u32 start, end, item, cost;  // the run, the spans of all work items before this one, and its own
+    u32 team, each, rest;  // of all; spans of a team, and of how many one more
     int b, head, kv_len;
 
     DEVICE u32 cost_of(int kv_len) { return runs_of((kv_len + TILE - 1) / TILE, SPAN_SHIFT); }
@@ -90,7 +86,7 @@ struct SpanRangeScheduler {
             u32 i = blockIdx.x * Config::TEAMS + team, start = each * i + min(i, rest), end = start + each + (i < rest);
             if (start == end && threadIdx.x == 0) schedulers[team].b = p.batch;
             if (start == end || start < spans.from || start >= spans.from + spans.mine) continue;
-            SpanRangeScheduler scheduler = {start, end, spans.from};
+            SpanRangeScheduler scheduler = {start, end, spans.from, 0, i, each, rest};
             scheduler.enter(p, spans.first);
             while (start >= scheduler.item + scheduler.cost * heads(p)) {
                 scheduler.item += scheduler.cost * heads(p);
@@ -103,13 +99,26 @@ struct SpanRangeScheduler {
         return 0;
     }
     DEVICE SpanRangeScheduler of_team(u8* memory, int team, u32) { return ((SpanRangeScheduler*)memory)[team]; }
+    // The team that has a span.
+    METHOD u32 team_of(u32 span) const {
+        u32 of_longer = (each + 1) * rest;
+        return span < of_longer ? span / (each + 1) : rest + (span - of_longer) / each;
+    }
     // Clips the current work item's spans to this team's range, and advances to the next work item; false if none of them are in the range.
     METHOD bool cut(const DecodeParams& p, WorkRange& range) {
-        // Long spans are the team's in whose run they begin.
-        int longer = range.span_shift - SPAN_SHIFT;
-        range.first = item >= start ? 0 : runs_of(start - item, longer);
-        range.end = min(range.num_spans, runs_of(end - item, longer));
-        bool takes = item + cost > start && range.first < range.end;
+        int from = item >= start ? 0 : start - item, to = min(cost, end - item);
+        bool takes = from < to;
+        range.first_tile = from << SPAN_SHIFT;
+        range.end_tile = min(range.num_tiles, to << SPAN_SHIFT);
+        if constexpr (INTEGER) {
+            range.first = from;
+            range.end = to;
+        } else {
+            u32 first_team = team_of(item);
+            range.first = team - first_team;
+            range.end = range.first + 1;
+            range.num_partials = team_of(item + cost - 1) - first_team + 1;
+        }
         item += cost;
         if (++head == heads(p) && ++b < p.batch) enter(p, b);
         else if (head == heads(p)) head = 0;
