@@ -167,7 +167,7 @@ fn wide_unpacked(format: KvFormat, head_dim: HeadDim) -> [usize; 2] {
     [if is_one { 1 } else { 3 }, arithmetic::TILE * 2 * part]
 }
 
-/// Queries, and a number of each row, of integers two; of fp8 stages as f16; of integers weights of a span, too, four numbers for each row of its tiles, and of its segments, thresholds, and V's scales of each warp.
+/// Queries, and two numbers of each row; of fp8 stages as f16; of integers weights of a span, too, four numbers for each row of its tiles, and of its segments, thresholds, and V's scales of each warp.
 fn wide_rows_bytes(
     config: &KernelConfig,
     stage: &Stage,
@@ -185,12 +185,11 @@ fn wide_rows_bytes(
         }
         false => (k_dim * 2, 0),
     };
-    let of_row = if format.is_integer() { 8 } else { 4 };
     config.stages * (stage.wide + stage.wide_barriers)
         + unpacked * (unpacked_bytes + 16)
         + rows * query
         + of_integers
-        + rows * of_row
+        + rows * 8
         + 64
         + 16
         + 16

@@ -10,6 +10,8 @@ namespace attn {
 struct PairedFloatTiles : WideFloatTiles {
     static_assert(!Config::HAS_PAIRS || Config::STAGES >= 2, "select.rs: else one warpgroup would wait for the other's tile");
 
+    static_assert(!Config::HAS_PAIRS || STATE_BYTES >= 2 * 64 * 4, "maxima of both warpgroups");
+
     // Behind V's dims of a tile: its weights, as left operands are read from shared memory.
     static constexpr int WEIGHTS = V_DIM * TILE * 2;
     // The largest scores of a row by the last tile that this warpgroup has weighed.

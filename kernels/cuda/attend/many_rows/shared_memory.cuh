@@ -23,7 +23,8 @@ struct SpanMemory {
     };
 };
 
-constexpr int STATE_BYTES = INTEGER ? +SpanMemory::BYTES : 64 * 4;  // of wide rows; of floats float [64 rows]: powers of two that queries were multiplied by
+constexpr int STATE_BYTES =
+    INTEGER ? +SpanMemory::BYTES : 64 * 8;  // of wide rows; of floats float [2][64 rows]: powers of two that queries were multiplied by, then maxima by warpgroups
 
 struct SharedMemory {
     // clang-format off: a table
