@@ -6,12 +6,13 @@
 //           (many_rows/work.cuh).
 // Pipeline  each team has a ring of stages, which its producer warp fills (pipeline.cuh). Products read keys and values from there; codes of 4 bits
 //           are turned into bytes first, and those of fp8 into f16, by the warps of the producers, in a ring of their own.
+// Rows      where work items are whole, floats' are loaded by producers' warps, an item ahead (many_rows/row_loader.cuh).
 // Merge     a segment's state is in registers, a span's in shared memory, the row's in the workspace: each thread has its own elements. Floats have no
-//           segments, and a span's state is in registers. A work item that several teams share is merged in the workspace
+//           segments or spans: a team's tiles of a work item are summed in registers. A work item that several teams share is merged in the workspace
 //           (many_rows/shared_items.cuh).
 // Reads     q; pages; page table, lengths.
 // Writes    out, lse; states, partials and arrival counts in the workspace.
-// Numerics  docs/arithmetic.md for integers, many_rows/floats.cuh for floats. The order of every rounding is the same on every grid.
+// Numerics  docs/arithmetic.md for integers, many_rows/floats.cuh for floats. The order of every rounding of integers is the same on every grid.
 // Shared    many_rows/shared_memory.cuh.
 // Host      kernels/src/cuda: select.rs (configuration), launch.rs, smem.rs; attn-cuda/src/native/launch_plan.rs.
 #include "attend/many_rows/attender.cuh"
