@@ -88,7 +88,10 @@ impl Job {
         let p = &case.problem;
         let tiles: usize = p.kv_lens.iter().map(|len| len.div_ceil(64).max(1)).sum();
         let rows = p.heads_per_kv() * p.max_q_len();
-        let (largest, sms) = if p.batch() > 32 || p.kv_lens.iter().any(|&len| len > LONG) {
+        let is_long = p.kv_lens.iter().any(|&len| len > LONG);
+        let (largest, sms) = if is_long && p.max_q_len() >= 256 {
+            (LARGEST_OF_MANY, 2)
+        } else if p.batch() > 32 || is_long {
             (LARGEST_OF_MANY, 24)
         } else {
             (LARGEST, 1 + case.seed as usize % 5)

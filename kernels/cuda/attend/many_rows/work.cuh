@@ -10,6 +10,9 @@
 
 namespace attn {
 
+// Work items of floats in prompts are cut at every fourth span alone, as others of the sequence's query blocks are work enough, and merging takes as long as a few tiles.
+constexpr int PROMPT_CUT_SHIFT = 2, PROMPT_TOKENS = 128;
+
 // What a team attends of a work item: tiles, and the partials that these are. In integers each span is one, on every grid; in floats the tiles of a team are.
 struct WorkRange {
     int b, kv_head, row_block, sequence, kv_len, num_tiles, first_residual_tile;
@@ -106,7 +109,10 @@ struct SpanRangeScheduler {
     }
     // Clips the current work item's spans to this team's range, and advances to the next work item; false if none of them are in the range.
     METHOD bool cut(const DecodeParams& p, WorkRange& range) {
-        int from = item >= start ? 0 : start - item, to = min(cost, end - item);
+        // What begins in a team's run is that team's. So each that has some of an item takes some, and partials are numbered by teams.
+        int shift = !INTEGER && each >= 1 << PROMPT_CUT_SHIFT && query_block(p, range.b).behind >= PROMPT_TOKENS ? PROMPT_CUT_SHIFT : 0;
+        auto cut_at = [&](int span) { return (span + (1 << shift) - 1) >> shift << shift; };
+        int from = item >= start ? 0 : cut_at(start - item), to = min((int)cost, cut_at(end - item));
         bool takes = from < to;
         range.first_tile = from << SPAN_SHIFT;
         range.end_tile = min(range.num_tiles, to << SPAN_SHIFT);
@@ -117,7 +123,7 @@ struct SpanRangeScheduler {
             u32 first_team = team_of(item);
             range.first = team - first_team;
             range.end = range.first + 1;
-            range.num_partials = team_of(item + cost - 1) - first_team + 1;
+            range.num_partials = team_of(item + ((cost - 1) >> shift << shift)) - first_team + 1;
         }
         item += cost;
         if (++head == heads(p) && ++b < p.batch) enter(p, b);
