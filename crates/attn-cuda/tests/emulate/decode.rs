@@ -90,7 +90,7 @@ impl Job {
         let rows = p.heads_per_kv() * p.max_q_len();
         let is_long = p.kv_lens.iter().any(|&len| len > LONG);
         let (largest, sms) = if is_long && p.max_q_len() >= 256 {
-            (LARGEST_OF_MANY, 2)
+            (LARGEST_OF_MANY, 3)
         } else if p.batch() > 32 || is_long {
             (LARGEST_OF_MANY, 24)
         } else {

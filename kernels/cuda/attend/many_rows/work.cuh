@@ -10,8 +10,8 @@
 
 namespace attn {
 
-// Work items of floats in prompts are cut at every fourth span alone, as others of the sequence's query blocks are work enough, and merging takes as long as a few tiles.
-constexpr int PROMPT_CUT_SHIFT = 2, PROMPT_TOKENS = 128;
+// Work items of floats that have so many spans at most are not cut in prompts, where others of the sequence's query blocks are work enough: merging takes as long as a few tiles.
+constexpr int FEW_SPANS = 4, PROMPT_TOKENS = 128;
 
 // What a team attends of a work item: tiles, and the partials that these are. In integers each span is one, on every grid; in floats the tiles of a team are.
 struct WorkRange {
@@ -109,10 +109,8 @@ struct SpanRangeScheduler {
     }
     // Clips the current work item's spans to this team's range, and advances to the next work item; false if none of them are in the range.
     METHOD bool cut(const DecodeParams& p, WorkRange& range) {
-        // What begins in a team's run is that team's. So each that has some of an item takes some, and partials are numbered by teams.
-        int shift = !INTEGER && each >= 1 << PROMPT_CUT_SHIFT && query_block(p, range.b).behind >= PROMPT_TOKENS ? PROMPT_CUT_SHIFT : 0;
-        auto cut_at = [&](int span) { return (span + (1 << shift) - 1) >> shift << shift; };
-        int from = item >= start ? 0 : cut_at(start - item), to = min((int)cost, cut_at(end - item));
+        bool is_whole = !INTEGER && cost <= FEW_SPANS && query_block(p, range.b).behind >= PROMPT_TOKENS;  // that of the team in whose run it begins
+        int from = item >= start ? 0 : is_whole ? cost : start - item, to = is_whole ? cost : min(cost, end - item);
         bool takes = from < to;
         range.first_tile = from << SPAN_SHIFT;
         range.end_tile = min(range.num_tiles, to << SPAN_SHIFT);
@@ -123,7 +121,7 @@ struct SpanRangeScheduler {
             u32 first_team = team_of(item);
             range.first = team - first_team;
             range.end = range.first + 1;
-            range.num_partials = team_of(item + ((cost - 1) >> shift << shift)) - first_team + 1;
+            range.num_partials = is_whole ? 1 : team_of(item + cost - 1) - first_team + 1;
         }
         item += cost;
         if (++head == heads(p) && ++b < p.batch) enter(p, b);

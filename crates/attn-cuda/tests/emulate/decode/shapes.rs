@@ -297,8 +297,8 @@ pub(super) fn many_rows() -> Vec<Case> {
         case([4, 1], 96, &[130, 70], &[100, 3], "fp8"),
         case([12, 1], 64, &[2900, 70], &[1, 1], "fp8"),
         case([16, 1], 64, &[200; 40], &[1; 40], "fp8"),
-        // A prompt whose blocks teams share, each of which has several runs of four spans.
-        case([1, 1], 64, &[4500], &[256], "bf16"),
+        // Prompts whose blocks teams share, and whose shorter ones are whole.
+        case([1, 1], 64, &[4500, 2500], &[256, 256], "bf16"),
     ];
     // Tiles of several pages, whose pieces come one by one, and of residuals.
     for (page_size, heads, dim, kv_lens, q_lens, format) in [
