@@ -10,6 +10,7 @@ V has zeros.
 
 import copy
 from fractions import Fraction as F
+from functools import cache
 from math import isqrt
 
 from grid import bits, byte, from_bits, scale_point, step, units
@@ -20,6 +21,7 @@ SMALLEST = F(2) ** -126
 BASE = 196608
 
 
+@cache
 def pow2(n):
     return F(2) ** n
 

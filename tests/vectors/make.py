@@ -29,11 +29,18 @@ def exponent(x):
 
 
 def float_of(x, mantissa, least_exponent):
-    """The nearest binary float of that many mantissa bits, subnormals included, overflow left alone."""
-    if x == 0:
-        return F(0)
-    quantum = F(2) ** (max(exponent(abs(x)), least_exponent) - mantissa)
-    return rhe(x / quantum) * quantum
+    """The nearest binary float of that many mantissa bits, subnormals included, overflow left alone. In integers, as most of the time goes here."""
+    n, d = x.numerator, x.denominator
+    if d & (d - 1) == 0 and n.bit_length() <= mantissa + 1 and d.bit_length() - 1 <= mantissa - least_exponent:
+        return x  # it is one
+    e = n.bit_length() - d.bit_length()
+    if abs(n) << max(-e, 0) < d << max(e, 0):
+        e -= 1
+    quantum = max(e, least_exponent) - mantissa
+    n, d = (n << -quantum, d) if quantum < 0 else (n, d << quantum)
+    whole, rest = divmod(n, d)
+    whole += 2 * rest > d or 2 * rest == d and whole % 2
+    return F(whole, 1 << -quantum) if quantum < 0 else F(whole << quantum)
 
 
 def f32(x):
