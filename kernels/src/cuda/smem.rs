@@ -10,7 +10,7 @@ use super::config::{Kernel, KernelConfig, KvLayout, TEAMS, WARPGROUPS, warpgroup
 const KV_ONE_STAGE: usize = 12288;
 
 /// Stages of a CTA of `many_rows.cu` with codes of 4 bits as bytes, and with codes as f16.
-const UNPACKED_STAGES: usize = 4;
+const UNPACKED_STAGES: usize = 10;
 const UNPACKED_FLOAT_STAGES: usize = 8;
 
 /// Partials that a team of a cluster receives room for.

@@ -39,12 +39,15 @@ struct ManyRowsConfig : KernelDefaults {
     // than that of 4 bits are copied: products read both from one ring.
     static constexpr bool UNPACKS = Keys::HAS_NIBBLES || Values::HAS_NIBBLES || Keys::SCHEME == FP8;
     static_assert(!UNPACKS || INTEGER || Keys::SCHEME == Values::SCHEME, "of both sides, or of none");
-    static constexpr int UNPACKERS = IS_WIDE ? 3 : 4 / TEAMS;  // warps of a team; of wide rows another one copies
+    // Whether a warp of the team copies and does nothing else: tiles would wait to be unpacked behind the copies of a new work item's, which are many at once. Of two teams each has two
+    // warps, and needs both.
+    static constexpr bool COPIES_APART = TEAMS == 1;
+    static constexpr int UNPACKERS = 4 / TEAMS - COPIES_APART;  // warps of a team
     static constexpr int READERS = UNPACKS ? UNPACKERS : 4 * TEAM_WARPGROUPS;  // warps that read a stage
     static constexpr bool COPIER_READS = false;
     static constexpr bool PRODUCTS_READ_STAGES = !UNPACKS;
     // Of wide rows a stage has a part; latents of many dims leave room for one tile.
-    static constexpr int UNPACKED_STAGES = !UNPACKS ? 0 : IS_WIDE ? (LATENTS && K_DIM > 320 ? 1 : 3) : (INTEGER ? 4 : 8) / TEAMS;
+    static constexpr int UNPACKED_STAGES = !UNPACKS ? 0 : IS_WIDE ? (LATENTS && K_DIM > 320 ? 1 : 3) : (INTEGER ? 10 : 8) / TEAMS;
     static constexpr int UNPACKED_PARAMS = TILE * K_DIM * (INTEGER ? 1 : 2);  // where parameters begin in an unpacked stage
     static constexpr int UNPACKED_BYTES =
         IS_WIDE ? TILE * 2 * larger(K_DIM / K_PARTS, LATENTS ? 0 : PART_DIMS) : UNPACKED_PARAMS + (INTEGER ? TILE * 8 : 0);  // of an unpacked stage

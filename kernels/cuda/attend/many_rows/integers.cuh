@@ -230,8 +230,9 @@ struct IntegerTiles : IntegerRows {
 #pragma unroll 1
             while (true) {
                 // A loop of their own for what most tiles are: it is short.
+                const int end_of_most = WINDOW ? same_for_all(index == 0 ? 0 : min(until, range.first_residual_tile)) : until;
 #pragma unroll 1
-                for (; index < until && !has_residuals(range, index); index++) tile<false>(index);
+                for (; index < end_of_most; index++) tile<false>(index);
                 if (!WINDOW || index >= until) break;
                 tile<true>(index++);
             }

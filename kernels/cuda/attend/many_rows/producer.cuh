@@ -48,7 +48,7 @@ struct Issuer {
         bool begins = copier.tile >= end;
         if (begins) {
             do {
-                if (Config::UNPACKS && !scheduler.is_known()) return false;
+                if (Config::UNPACKS && !Config::COPIES_APART && !scheduler.is_known()) return false;
                 if (!scheduler.next(p, range, copier.lane)) return false;
                 copier.tile = range.first_tile;
                 end = range.end_tile;
@@ -119,7 +119,7 @@ struct UnpackedRing {
     }
 };
 
-// The unpacker-th of the team's warps unpacks its tiles, and the first goes on copying those ahead.
+// The unpacker-th of the team's warps unpacks its tiles; unless another one copies, the first goes on copying those ahead.
 struct Unpacker {
     Issuer& issuer;
     Ring ring;
@@ -129,7 +129,7 @@ struct Unpacker {
 
     METHOD int thread() const { return unpacker * 32 + lane; }
     METHOD void issue(int stages) {
-        if (unpacker != 0) return;
+        if (Config::COPIES_APART || unpacker != 0) return;
         free = Config::WHOLE_ITEMS ? free + stages : stages;  // none is left where all ranges are known
 #pragma unroll 1
         for (; free > 0; free--)
@@ -170,8 +170,8 @@ struct Unpacker {
         widen_by_dims<CodesOf::K>(at.k.at, unpacked.wait_empty(), thread());
         unpacked.publish(lane);
         u32 to = unpacked.wait_empty(1);
-        if (Stage::V_TOKEN_MAJOR) widen_by_dims<CodesOf::V_ROWS>(at.v.at, to, thread());
-        else widen_values(at.v.at, to, range.kv_len - index * TILE, thread());
+        if (Stage::V_TOKEN_MAJOR) widen_by_dims<CodesOf::ROWS_IN_ORDER>(at.v.at, to, thread());
+        else widen_by_tokens(at.v.at, to, range.kv_len - index * TILE, thread());
         unpacked.publish(lane, 1);
         unpacked.advance(2);
         release_tile(false);
@@ -404,12 +404,10 @@ struct Widener {
     }
     METHOD void widen_tile(int tokens) {
 #pragma unroll 1
-        for (int part = 0; part < Config::K_PARTS; part++) widen_part([](u32 from, u32 to, int thread) { widen_part_of_keys(from, to, thread); });
+        for (int part = 0; part < Config::K_PARTS; part++)
+            widen_part([](u32 from, u32 to, int thread) { widen_by_dims<CodesOf::ROWS_IN_ORDER>(from, to, thread); });
 #pragma unroll 1
-        for (int part = 0; part < Config::V_STAGES; part++)
-            widen_part([&](u32 from, u32 to, int thread) {
-                tokens < TILE ? widen_part_of_values<false>(from, to, tokens, thread) : widen_part_of_values<true>(from, to, tokens, thread);
-            });
+        for (int part = 0; part < Config::V_STAGES; part++) widen_part([&](u32 from, u32 to, int thread) { widen_by_tokens(from, to, tokens, thread); });
     }
     METHOD void widen_all(const DecodeParams& p, Scheduler scheduler) {
         WorkRange range;
@@ -421,29 +419,30 @@ struct Widener {
     }
 };
 
-// One of the producers' warps.
-DEVICE void produce(const DecodeParams& p, const RowMaps* maps, const Scheduler& scheduler, const Ring& ring, const UnpackedRing& unpacked, int unpacker, int lane) {
+// The producer-th of a team's warps.
+DEVICE void produce(const DecodeParams& p, const RowMaps* maps, const Scheduler& scheduler, const Ring& ring, const UnpackedRing& unpacked, int producer, int lane) {
+    const bool copies = producer == 0;
+    const int unpacker = producer - Config::COPIES_APART;
     if constexpr (Config::IS_WIDE) {
         PartCopier copier;
         copier.ring = ring;
         copier.lane = lane;
         copier.step = 1;
         copier.maps = maps;
-        if (unpacker == 0) copier.copy_all(p, scheduler);
+        if (copies) copier.copy_all(p, scheduler);
         if constexpr (Config::TURNERS > 0)
-            if (unpacker > 0) Turner{ring, unpacker - 1, lane}.turn_all(p, scheduler);
+            if (!copies) Turner{ring, unpacker, lane}.turn_all(p, scheduler);
         if constexpr (Config::UNPACKS)
-            if (unpacker > 0) Widener{ring, unpacked, unpacker - 1, lane}.widen_all(p, scheduler);
+            if (!copies) Widener{ring, unpacked, unpacker, lane}.widen_all(p, scheduler);
         return;
     }
     Issuer issuer = {p, scheduler};
     issuer.start(ring, maps, lane);
     if constexpr (Config::UNPACKS) {
-        Unpacker{issuer, ring, unpacked, unpacker, lane, 0}.unpack(p, scheduler);
-    } else {
-#pragma unroll 1
-        while (unpacker == 0 && issuer.issue()) {}
+        if (unpacker >= 0) return Unpacker{issuer, ring, unpacked, unpacker, lane, 0}.unpack(p, scheduler);
     }
+#pragma unroll 1
+    while (copies && issuer.issue()) {}
 }
 
 }  // namespace attn

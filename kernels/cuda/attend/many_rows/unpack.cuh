@@ -58,33 +58,18 @@ template <bool IS_V> DEVICE void unpack_side(u32 from, u32 to, int thread) {
 
 // ---- fp8 to f16 ----
 
-// Rows of 16 codes that a thread turns into f16, COUNT of them. Each becomes two of eight elements: pairs of codes by turns, which are neighbouring tokens of V in pages,
-// and dims of K in the order in which a lane has a query's (load_row); or, in V's rows and where rows are wide, IN_ORDER.
-enum class CodesOf { K, V_PAGE, V_ROWS };
-template <CodesOf OF, bool ALL_EXIST, int COUNT> struct CodeRows {
-    static constexpr bool IN_ORDER = OF == CodesOf::V_ROWS;
-    static constexpr int ROWS = OF == CodesOf::V_PAGE ? Config::PART_DIMS : TILE, BATCH = COUNT < 4 ? COUNT : 4;
-    u32 to, to_stride;  // where the first comes, and from one to the next
-    int count;  // of those that exist
+// A row of 16 codes becomes two of eight f16: pairs of codes by turns, which are neighbouring tokens of V in pages, and dims of K in the order in which a lane has a query's
+// (load_row); or, in V's rows and where rows are wide, IN_ORDER.
+enum class CodesOf { K, V_PAGE, ROWS_IN_ORDER };
+template <CodesOf OF, bool ALL_EXIST> struct CodeRow {
+    static constexpr int ROWS = OF == CodesOf::V_PAGE ? Config::PART_DIMS : TILE;  // from its first half to its second one
     int first_token, tokens;  // along the tokens: of the row, and of those that exist from the tile's first on
 
-    // from(n): where the n-th lies.
-    template <class From> METHOD void widen(From from) const {
-#pragma unroll
-        for (int n = 0; n < COUNT; n += BATCH) {
-            float4 codes[BATCH];
-#pragma unroll
-            for (int i = 0; i < BATCH; i++) codes[i] = lds128(from(n + i));
-#pragma unroll
-            for (int i = 0; i < BATCH && n + i < COUNT; i++)
-                if (n + i < count) widen_row(codes[i], to + (n + i) * to_stride);
-        }
-    }
-    METHOD void widen_row(const float4& codes, u32 at) const {
+    METHOD void widen(const float4& codes, u32 at) const {
         u32 words[4] = {float_bits(codes.x), float_bits(codes.y), float_bits(codes.z), float_bits(codes.w)}, pairs[2][4];
 #pragma unroll
         for (int n = 0; n < 4; n++) {
-            if (IN_ORDER) e4m3_pairs(words[n], pairs[n / 2][n % 2 * 2], pairs[n / 2][n % 2 * 2 + 1]);
+            if (OF == CodesOf::ROWS_IN_ORDER) e4m3_pairs(words[n], pairs[n / 2][n % 2 * 2], pairs[n / 2][n % 2 * 2 + 1]);
             else e4m3_pairs(words[n], pairs[0][n], pairs[1][n]);
 #pragma unroll
             for (int half = 0; half < 2; half++)
@@ -99,56 +84,37 @@ template <CodesOf OF, bool ALL_EXIST, int COUNT> struct CodeRows {
     }
 };
 
-// A side of a tile that lies along the dims: K, or V in rows, whose tokens behind the last repeat it. A thread has one token.
-template <CodesOf OF> DEVICE void widen_by_dims(u32 from, u32 to, int thread) {
-    constexpr int AT_ONCE = 32 * Config::UNPACKERS / TILE;  // panels
-    int token = thread % TILE, panel = thread / TILE;
-    CodeRows<OF, true, (Keys::PANELS + AT_ONCE - 1) / AT_ONCE> rows = {to + (panel * 2 * TILE + token) * 16, AT_ONCE * 2 * TILE * 16};
-    rows.count = Keys::PANELS % AT_ONCE == 0 ? Keys::PANELS : (Keys::PANELS - panel + AT_ONCE - 1) / AT_ONCE;
-    rows.widen([&](int n) {
-        if constexpr (PAGE == 0) return chunk_at<Stage::K_SWIZZLE>(from, 0, min(panel + n * AT_ONCE, Keys::PANELS - 1), token);
-        return from + (thread + n * 32 * Config::UNPACKERS) * 16;
-    });
-}
-// V of a tile of so many tokens in a page: a warp has 16 tokens after the other, in all dims.
-template <bool ALL_EXIST> DEVICE void widen_values(u32 from, u32 to, int tokens, int thread) {
-    constexpr int COUNT = (K_DIM + 31) / 32;
-    int lane = thread % 32;
-#pragma unroll 1
-    for (int panel = thread / 32; panel < TILE / 16; panel += Config::UNPACKERS) {
-        CodeRows<CodesOf::V_PAGE, ALL_EXIST, COUNT> rows = {to + (panel * 2 * K_DIM + lane) * 16, 32 * 16};
-        rows.count = COUNT;
-        rows.first_token = 16 * panel;
-        rows.tokens = tokens;
-        rows.widen([&](int n) { return from + (panel * K_DIM + lane + n * 32) * 16; });
-    }
-}
-// Of wide rows: ROWS rows of 16 codes, some at once, as each load takes longer than the others' stores. place(i): where the i-th comes.
-template <int ROWS, class Rows, class Place> DEVICE void widen_part(u32 from, int thread, const Rows& rows, Place place) {
-    constexpr int AT_ONCE = 4, STEP = 32 * Config::UNPACKERS;
-#pragma unroll 1
-    for (int first = thread; first < ROWS; first += AT_ONCE * STEP) {
+// COUNT rows of codes, some at once, as each load takes longer than the others' stores. from(i), row(i), place(i): where the i-th lies, what it is, and where it comes.
+template <u32 COUNT, class From, class Row, class Place> DEVICE void widen_rows(u32 thread, From from, Row row, Place place) {
+    constexpr u32 STEP = 32 * Config::UNPACKERS, ROWS = (COUNT + STEP - 1) / STEP, AT_ONCE = ROWS < 4 ? ROWS : 4;
+    constexpr u32 UNROLLED = Config::TEAMS == 1 && ROWS <= 8 ? 2 : 1;  // of two teams, more takes registers that those that attend need
+    const auto exists = [&](u32 n) { return n < ROWS && (COUNT % STEP == 0 || n + 1 < ROWS || thread + n * STEP < COUNT); };
+#pragma unroll UNROLLED
+    for (u32 first = 0; first < ROWS; first += AT_ONCE) {
         float4 codes[AT_ONCE];
 #pragma unroll
-        for (int n = 0; n < AT_ONCE; n++) codes[n] = lds128(from + min(first + n * STEP, ROWS - 1) * 16);
+        for (u32 n = 0; n < AT_ONCE; n++)
+            if (exists(first + n)) codes[n] = lds128(from(thread + (first + n) * STEP));
 #pragma unroll
-        for (int n = 0; n < AT_ONCE; n++)
-            if (first + n * STEP < ROWS) rows(first + n * STEP).widen_row(codes[n], place(first + n * STEP));
+        for (u32 n = 0; n < AT_ONCE; n++)
+            if (exists(first + n)) row(thread + (first + n) * STEP).widen(codes[n], place(thread + (first + n) * STEP));
     }
 }
-// A part of a tile's K, or of latents.
-DEVICE void widen_part_of_keys(u32 from, u32 to, int thread) {
-    auto rows = [](int) { return CodeRows<CodesOf::V_ROWS, true, 1>{}; };
-    widen_part<K_DIM / 16 / Config::K_PARTS * TILE>(from, thread, rows, [&](int i) { return to + (i / TILE * TILE + i) * 16; });
+// A side of a tile that lies along the dims, or a part of it: K, latents, or V in rows, whose tokens behind the last repeat it.
+template <CodesOf OF> DEVICE void widen_by_dims(u32 from, u32 to, int thread) {
+    widen_rows<K_DIM / 16 / Config::K_PARTS * TILE>(
+        thread, [&](u32 i) { return PAGE == 0 ? chunk_at<Stage::K_SWIZZLE>(from, 0, i / TILE, i % TILE) : from + i * 16; },
+        [](u32) { return CodeRow<OF, true>{}; }, [&](u32 i) { return to + (i / TILE * TILE + i) * 16; });
 }
-// The same of V, of which so many tokens exist.
-template <bool ALL_EXIST> DEVICE void widen_part_of_values(u32 from, u32 to, int tokens, int thread) {
+// V of a tile in a page, or a part of it, of which so many tokens exist.
+template <bool ALL_EXIST> DEVICE void widen_by_tokens(u32 from, u32 to, int tokens, int thread) {
     constexpr int DIMS = Config::PART_DIMS;
-    auto rows = [&](int i) { return CodeRows<CodesOf::V_PAGE, ALL_EXIST, 1>{0, 0, 1, 16 * (i / DIMS), tokens}; };
-    widen_part<DIMS*(TILE / 16)>(from, thread, rows, [&](int i) { return to + (i / DIMS * DIMS + i) * 16; });
+    widen_rows<DIMS*(TILE / 16)>(
+        thread, [&](u32 i) { return from + i * 16; }, [&](u32 i) { return CodeRow<CodesOf::V_PAGE, ALL_EXIST>{16 * (i / DIMS), tokens}; },
+        [&](u32 i) { return to + (i / DIMS * DIMS + i) * 16; });
 }
-DEVICE void widen_values(u32 from, u32 to, int tokens, int thread) {
-    tokens < TILE ? widen_values<false>(from, to, tokens, thread) : widen_values<true>(from, to, tokens, thread);
+DEVICE void widen_by_tokens(u32 from, u32 to, int tokens, int thread) {
+    tokens < TILE ? widen_by_tokens<false>(from, to, tokens, thread) : widen_by_tokens<true>(from, to, tokens, thread);
 }
 
 }  // namespace attn
