@@ -84,9 +84,13 @@ OPEN: Dict[str, Dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1, 3]},
     "deepseek_v2": {"num_experts_per_tok": 4},
     "dots1": {"n_routed_experts": 4},
+    # Their states by default take most of the sweep's time.
+    "falcon_h1": {"mamba_d_ssm": 128, "mamba_n_heads": 2, "mamba_d_head": 64, "mamba_d_state": 16, "mamba_chunk_size": 32},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"] * (LAYERS // 2)},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * (LAYERS // 2)},
+    "nemotron_h": {"mamba_num_heads": 2, "mamba_head_dim": 64, "ssm_state_size": 16, "chunk_size": 32, "n_groups": 1},
+    "qwen3_next": {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 32, "linear_value_head_dim": 32},
     "step3p7": {"sliding_window": 24},
     "xmod": {"default_language": "en_XX"},
     "zamba": {"layers_block_type": ["linear_attention", "hybrid"] * (LAYERS // 2), "attention_hidden_size": 512, "attention_head_dim": 128},
