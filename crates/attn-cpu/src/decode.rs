@@ -24,7 +24,7 @@ use crate::{
     reader::Reader,
     rotation::rotate,
     shared::Shared,
-    simd::{Dot, Dot16, Isa, Simd, portable::Portable, scalar::Scalar},
+    simd::{Dot, Dot16, Isa, Simd, portable::Portable},
     split::{Pass, Split, SplitInputs, TilePlace},
     tile::Tile,
     unpack::FP8_UNIT,
@@ -58,52 +58,73 @@ thread_local! {
 /// Attends the first of the splits, and fetches for the second: writes one state per row to `states`, `[row][dim + 2]`, m and l last.
 type Attend = unsafe fn(&StepInputs<'_>, &[Split], &mut Scratch, &mut [f32]) -> Result<(), Error>;
 
-/// Makes one instruction set's kernels: functions that enable its features, one for each arithmetic.
-macro_rules! kernels {
-    ($(#[$when:meta])* $name:ident, [$($features:literal)?], $dot:expr) => {
-        $(#[$when])*
-        mod $name {
-            use super::*;
+/// An instruction set's kernels of integers: functions that enable its features.
+macro_rules! integers {
+    ([$($features:literal)?], $dot:expr) => {
+        $(#[target_feature(enable = $features)])?
+        pub fn integer(
+            step: &StepInputs<'_>,
+            splits: &[Split],
+            scratch: &mut Scratch,
+            states: &mut [f32],
+        ) -> Result<(), Error> {
+            attend::<_, true>($dot, step, splits, scratch, states)
+        }
 
-            $(#[target_feature(enable = $features)])?
-            pub fn integer(
-                step: &StepInputs<'_>,
-                splits: &[Split],
-                scratch: &mut Scratch,
-                states: &mut [f32],
-            ) -> Result<(), Error> {
-                attend::<_, true>($dot, step, splits, scratch, states)
-            }
-
-            $(#[target_feature(enable = $features)])?
-            pub fn float(
-                step: &StepInputs<'_>,
-                splits: &[Split],
-                scratch: &mut Scratch,
-                states: &mut [f32],
-            ) -> Result<(), Error> {
-                attend::<_, false>($dot, step, splits, scratch, states)
-            }
-
-            $(#[target_feature(enable = $features)])?
-            pub fn products(rounds: usize) -> usize {
-                crate::peak::products($dot, rounds)
-            }
-
-            $(#[target_feature(enable = $features)])?
-            pub fn epilogue(states: &States<'_>, span: usize, end: RowEnd, out: &mut [f32]) -> f32 {
-                crate::merge::epilogue($dot.simd(), states, span, end, out)
-            }
-
-            $(#[target_feature(enable = $features)])?
-            pub fn operations(inputs: &[[f32; 16]; 3]) -> Operations {
-                crate::grid::operations($dot.simd(), inputs)
-            }
+        $(#[target_feature(enable = $features)])?
+        pub fn products(rounds: usize) -> usize {
+            crate::peak::products($dot, rounds)
         }
     };
 }
 
-kernels!(scalar, [], Dot16(Scalar));
+/// The others, of its vectors alone.
+macro_rules! floats {
+    ([$($features:literal)?], $dot:expr) => {
+        $(#[target_feature(enable = $features)])?
+        pub fn float(
+            step: &StepInputs<'_>,
+            splits: &[Split],
+            scratch: &mut Scratch,
+            states: &mut [f32],
+        ) -> Result<(), Error> {
+            attend::<_, false>($dot, step, splits, scratch, states)
+        }
+
+        $(#[target_feature(enable = $features)])?
+        pub fn epilogue(states: &States<'_>, span: usize, end: RowEnd, out: &mut [f32]) -> f32 {
+            crate::merge::epilogue($dot.simd(), states, span, end, out)
+        }
+
+        $(#[target_feature(enable = $features)])?
+        pub fn operations(inputs: &[[f32; 16]; 3]) -> Operations {
+            crate::grid::operations($dot.simd(), inputs)
+        }
+    };
+}
+
+/// Makes one instruction set's kernels; those of floats are another one's where both have the same vectors.
+macro_rules! kernels {
+    ($(#[$when:meta])* $name:ident, $features:tt, $dot:expr) => {
+        $(#[$when])*
+        mod $name {
+            use super::*;
+
+            integers!($features, $dot);
+            floats!($features, $dot);
+        }
+    };
+    ($(#[$when:meta])* $name:ident, $features:tt, $dot:expr, vectors of $other:ident) => {
+        $(#[$when])*
+        mod $name {
+            use super::*;
+            pub use super::$other::{epilogue, float, operations};
+
+            integers!($features, $dot);
+        }
+    };
+}
+
 kernels!(portable, [], Dot16(Portable));
 kernels!(
     #[cfg(target_arch = "x86_64")]
@@ -124,7 +145,8 @@ kernels!(
     avx512vnni,
     ["avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni"],
     // SAFETY: as above.
-    unsafe { crate::simd::avx512::Vnni::new() }
+    unsafe { crate::simd::avx512::Vnni::new() },
+    vectors of avx512
 );
 kernels!(
     #[cfg(target_arch = "aarch64")]
@@ -141,7 +163,6 @@ type Epilogue = unsafe fn(&States<'_>, usize, RowEnd, &mut [f32]) -> f32;
 macro_rules! of_isa {
     ($isa:expr, $function:ident) => {
         match $isa {
-            Isa::Scalar => scalar::$function,
             Isa::Portable => portable::$function,
             #[cfg(target_arch = "x86_64")]
             Isa::Avx2 => avx2::$function,

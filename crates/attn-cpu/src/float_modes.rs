@@ -41,7 +41,7 @@ impl Drop for Own {
 }
 
 /// MXCSR: the modes, and in its lowest six bits what has happened since they were cleared.
-#[cfg(target_arch = "x86_64")]
+#[cfg(all(target_arch = "x86_64", not(miri)))]
 mod register {
     use std::arch::asm;
 
@@ -73,7 +73,7 @@ mod register {
 }
 
 /// FPCR.
-#[cfg(target_arch = "aarch64")]
+#[cfg(all(target_arch = "aarch64", not(miri)))]
 mod register {
     use std::arch::asm;
 
@@ -102,8 +102,8 @@ mod register {
     }
 }
 
-/// Machines whose modes are not looked at.
-#[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
+/// Machines whose modes are not looked at, and Miri, which has no assembly.
+#[cfg(any(miri, not(any(target_arch = "x86_64", target_arch = "aarch64"))))]
 mod register {
     pub type Modes = ();
 

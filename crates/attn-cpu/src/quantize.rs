@@ -69,7 +69,7 @@ impl RowWriter {
             residuals: [Side::K, Side::V].map(|side| layout.residual(side)),
             tensor_scales,
             write: match isa {
-                Isa::Scalar | Isa::Portable => plain,
+                Isa::Portable => plain,
                 #[cfg(target_arch = "x86_64")]
                 Isa::Avx2 => avx2,
                 #[cfg(target_arch = "x86_64")]

@@ -8,8 +8,6 @@ use attn_core::{Error, Unsupported};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Isa {
-    /// Plain arrays of eight numbers, vectorized by the compiler or not.
-    Scalar,
     /// The crate `wide`: 128-bit vectors of the build's target.
     Portable,
     /// AVX2, FMA and F16C with vectors of 256 bits.
@@ -24,8 +22,7 @@ pub enum Isa {
 
 impl Isa {
     /// All instruction sets, slowest first.
-    pub const ALL: [Isa; 6] = [
-        Isa::Scalar,
+    pub const ALL: [Isa; 5] = [
         Isa::Portable,
         Isa::Neon,
         Isa::Avx2,
@@ -34,13 +31,13 @@ impl Isa {
     ];
 
     /// The names of all instruction sets, for errors.
-    pub(crate) const NAMES: &str = "scalar, portable, neon, avx2, avx512, avx512vnni";
+    pub(crate) const NAMES: &str = "portable, neon, avx2, avx512, avx512vnni";
 
     /// Whether this machine has the instruction set.
     #[must_use]
     pub fn is_available(self) -> bool {
         match self {
-            Isa::Scalar | Isa::Portable => true,
+            Isa::Portable => true,
             #[cfg(target_arch = "x86_64")]
             Isa::Avx2 => {
                 is_x86_feature_detected!("avx2")
@@ -72,7 +69,7 @@ impl Isa {
     /// The fastest instruction set that this machine has.
     #[must_use]
     pub fn best() -> Isa {
-        Isa::available().last().unwrap_or(Isa::Scalar)
+        Isa::available().last().unwrap_or(Isa::Portable)
     }
 
     /// Returns the instruction set if this machine has it.
@@ -98,7 +95,6 @@ impl Isa {
 impl fmt::Display for Isa {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
-            Isa::Scalar => "scalar",
             Isa::Portable => "portable",
             Isa::Avx2 => "avx2",
             Isa::Avx512 => "avx512",

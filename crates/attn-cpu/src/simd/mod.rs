@@ -8,6 +8,7 @@
 
 use attn_core::arithmetic::{TILE, exp2i};
 
+mod arrays;
 #[cfg(target_arch = "x86_64")]
 pub(crate) mod avx2;
 #[cfg(target_arch = "x86_64")]
@@ -16,7 +17,6 @@ mod isa;
 #[cfg(target_arch = "aarch64")]
 pub(crate) mod neon;
 pub(crate) mod portable;
-pub(crate) mod scalar;
 
 pub use isa::Isa;
 

@@ -2,7 +2,7 @@
 
 use std::arch::aarch64::*;
 
-use super::{Simd, scalar::Scalar};
+use super::{Simd, arrays};
 use crate::grid::powers;
 
 /// NEON.
@@ -420,12 +420,12 @@ impl Simd for Neon {
     #[inline(always)]
     fn f16_to_f(self, a: I) -> F {
         // The f16 vector types are not stable; `half` converts exactly.
-        self.f_from(Scalar.f16_to_f(self.i_array(a)))
+        self.f_from(arrays::f16_to_f(self.i_array(a)))
     }
 
     #[inline(always)]
     fn keep(self, a: F, start: i32, end: i32, other: f32) -> F {
-        self.f_from(Scalar.keep(self.f_array(a), start, end, other))
+        self.f_from(arrays::keep(self.f_array(a), start, end, other))
     }
 
     #[inline(always)]

@@ -2,7 +2,7 @@
 
 use wide::{f32x8, i16x16, i32x8};
 
-use super::{Simd, scalar::Scalar};
+use super::{Simd, arrays};
 
 /// Two rows in `wide`'s vectors; moves between lanes go through arrays.
 #[derive(Clone, Copy)]
@@ -66,22 +66,22 @@ impl Simd for Portable {
 
     #[inline(always)]
     fn i_sum(self, a: i32x8) -> i32 {
-        Scalar.i_sum(a.to_array())
+        arrays::i_sum(a.to_array())
     }
 
     #[inline(always)]
     fn i_pairs(self, a: i32x8, b: i32x8) -> i32x8 {
-        Scalar.i_pairs(a.to_array(), b.to_array()).into()
+        arrays::i_pairs(a.to_array(), b.to_array()).into()
     }
 
     #[inline(always)]
     fn i_join(self, a: i32x8, b: i32x8) -> i32x8 {
-        Scalar.i_join(a.to_array(), b.to_array()).into()
+        arrays::i_pairs(a.to_array(), b.to_array()).into()
     }
 
     #[inline(always)]
-    fn i_exchange(self, a: i32x8, by: usize) -> i32x8 {
-        Scalar.i_exchange(a.to_array(), by).into()
+    fn i_exchange(self, a: i32x8, _: usize) -> i32x8 {
+        arrays::i_exchange(a.to_array()).into()
     }
 
     #[inline(always)]
@@ -107,58 +107,58 @@ impl Simd for Portable {
 
     #[inline(always)]
     fn zip_8(self, a: i32x8, b: i32x8) -> [i32x8; 2] {
-        Scalar.zip_8(a.to_array(), b.to_array()).map(i32x8::new)
+        arrays::zip_8(a.to_array(), b.to_array()).map(i32x8::new)
     }
 
     #[inline(always)]
     fn zip_16(self, a: i32x8, b: i32x8) -> [i32x8; 2] {
-        Scalar.zip_16(a.to_array(), b.to_array()).map(i32x8::new)
+        arrays::zip_16(a.to_array(), b.to_array()).map(i32x8::new)
     }
 
     #[inline(always)]
     fn zip_32(self, a: i32x8, b: i32x8) -> [i32x8; 2] {
-        Scalar.zip_32(a.to_array(), b.to_array()).map(i32x8::new)
+        arrays::zip_32(a.to_array(), b.to_array()).map(i32x8::new)
     }
 
     #[inline(always)]
     fn zip_64(self, a: i32x8, b: i32x8) -> [i32x8; 2] {
-        Scalar.zip_64(a.to_array(), b.to_array()).map(i32x8::new)
+        arrays::zip_64(a.to_array(), b.to_array()).map(i32x8::new)
     }
 
     #[inline(always)]
     unsafe fn i_load_rows(self, rows: [*const u8; 4]) -> i32x8 {
         // SAFETY: the caller's contract.
-        unsafe { Scalar.i_load_rows(rows) }.into()
+        unsafe { arrays::i_load_rows(rows) }.into()
     }
 
     #[inline(always)]
     unsafe fn i_store_rows(self, rows: [*mut u8; 4], a: i32x8) {
         // SAFETY: the caller's contract.
-        unsafe { Scalar.i_store_rows(rows, a.to_array()) }
+        unsafe { arrays::i_store_rows(rows, a.to_array()) }
     }
 
     #[inline(always)]
     unsafe fn i_load(self, p: *const u8) -> i32x8 {
         // SAFETY: the caller's contract.
-        unsafe { Scalar.i_load(p) }.into()
+        unsafe { arrays::i_load(p) }.into()
     }
 
     #[inline(always)]
     unsafe fn i_store(self, p: *mut u8, a: i32x8) {
         // SAFETY: the caller's contract.
-        unsafe { Scalar.i_store(p, a.to_array()) }
+        unsafe { arrays::i_store(p, a.to_array()) }
     }
 
     #[inline(always)]
     unsafe fn i_row(self, p: *const u8) -> i32x8 {
         // SAFETY: the caller's contract.
-        unsafe { Scalar.i_row(p) }.into()
+        unsafe { arrays::i_row(p) }.into()
     }
 
     #[inline(always)]
     unsafe fn i_load_u16(self, p: *const u8) -> i32x8 {
         // SAFETY: the caller's contract.
-        unsafe { Scalar.i_load_u16(p) }.into()
+        unsafe { arrays::i_load_u16(p) }.into()
     }
 
     #[inline(always)]
@@ -195,17 +195,17 @@ impl Simd for Portable {
     #[inline(always)]
     fn grid_sum(self, a: f32x8, step: f32x8, base: f32x8) -> f32x8 {
         let [a, step, base] = [a, step, base].map(f32x8::to_array);
-        Scalar.grid_sum(a, step, base).into()
+        arrays::grid_sum(a, step, base).into()
     }
 
     #[inline(always)]
     fn mantissas(self, n: i32x8) -> f32x8 {
-        Scalar.mantissas(n.to_array()).into()
+        arrays::mantissas(n.to_array()).into()
     }
 
     #[inline(always)]
     fn pick(self, four: f32x8, index: i32x8) -> f32x8 {
-        Scalar.pick(four.to_array(), index.to_array()).into()
+        arrays::pick(four.to_array(), index.to_array()).into()
     }
 
     #[inline(always)]
@@ -220,12 +220,12 @@ impl Simd for Portable {
 
     #[inline(always)]
     fn largest(self, a: f32x8) -> f32 {
-        Scalar.largest(a.to_array())
+        arrays::largest(a.to_array())
     }
 
     #[inline(always)]
     fn ftz(self, a: f32x8) -> f32x8 {
-        Scalar.ftz(a.to_array()).into()
+        arrays::ftz(a.to_array()).into()
     }
 
     #[inline(always)]
@@ -245,39 +245,39 @@ impl Simd for Portable {
 
     #[inline(always)]
     fn any_negative(self, a: i32x8) -> bool {
-        Scalar.any_negative(a.to_array())
+        arrays::any_negative(a.to_array())
     }
 
     #[inline(always)]
     fn f16_to_f(self, a: i32x8) -> f32x8 {
-        Scalar.f16_to_f(a.to_array()).into()
+        arrays::f16_to_f(a.to_array()).into()
     }
 
     #[inline(always)]
     fn keep(self, a: f32x8, start: i32, end: i32, other: f32) -> f32x8 {
-        Scalar.keep(a.to_array(), start, end, other).into()
+        arrays::keep(a.to_array(), start, end, other).into()
     }
 
     #[inline(always)]
     fn rows(self, v: [f32x8; 4]) -> f32x8 {
-        Scalar.rows(v.map(f32x8::to_array)).into()
+        arrays::rows(v.map(f32x8::to_array)).into()
     }
 
     #[inline(always)]
     fn row_pairs(self, a: f32x8, b: f32x8) -> f32x8 {
-        Scalar.row_pairs(a.to_array(), b.to_array()).into()
+        arrays::row_pairs(a.to_array(), b.to_array()).into()
     }
 
     #[inline(always)]
     unsafe fn load(self, p: *const f32) -> f32x8 {
         // SAFETY: the caller's contract.
-        unsafe { Scalar.load(p) }.into()
+        unsafe { arrays::load(p) }.into()
     }
 
     #[inline(always)]
     unsafe fn store(self, p: *mut f32, a: f32x8) {
         // SAFETY: the caller's contract.
-        unsafe { Scalar.store(p, a.to_array()) }
+        unsafe { arrays::store(p, a.to_array()) }
     }
 
     #[inline(always)]
