@@ -1,11 +1,11 @@
-//! The golden vectors of `tests/vectors`: their text, the inputs of `make.py` and `decode.py`, and the caches that they describe. A test target's root
+//! The golden vectors of `tests/vectors`: their text, the inputs of `make.py` and `decode.py`, and the caches that they describe. The module above
 //! has the folder's path as `VECTORS`.
 
 use std::{collections::HashMap, fs, path::Path};
 
 use attn_core::{CacheConfig, HeadDim, Heads, KvCache, KvFormat};
 
-use crate::VECTORS;
+use super::VECTORS;
 
 /// A line `key=value key=value …`.
 pub type Settings<'a> = HashMap<&'a str, &'a str>;

@@ -1,6 +1,6 @@
 //! The bytes of pages equal the vectors of `tests/vectors`, which an independent program computes in exact rationals.
 
-#[path = "../../../tests/common/vectors.rs"]
+#[path = "../../../../tests/common/vectors.rs"]
 mod golden;
 
 use attn_core::{
@@ -103,7 +103,7 @@ fn rotated_rows_equal_the_vectors() {
 
 #[test]
 fn worked_lines_of_the_manual_are_the_vectors() {
-    let manual = include_str!("../FORMATS.md");
+    let manual = include_str!("../../FORMATS.md");
     let mut checked = 0;
     for block in manual.split("```text\n").skip(1) {
         let mut lines = block.split("```").next().unwrap().lines();

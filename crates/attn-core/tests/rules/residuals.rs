@@ -1,6 +1,5 @@
 //! Residual pages: which a sequence keeps, who shares them, and what appends, forks and failures leave of them.
 
-#[path = "residuals/failed.rs"]
 mod failed;
 
 use attn_conformance::noise::uniform;

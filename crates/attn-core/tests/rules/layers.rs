@@ -1,6 +1,5 @@
 //! Caches of several layers: one table and a pool for each layer, steps that are reserved once and written layer by layer, and taken back whole.
 
-#[path = "layers/taken_back.rs"]
 mod taken_back;
 
 use attn_conformance::noise::uniform;

@@ -12,7 +12,7 @@ use attn_core::{
 };
 use half::f16;
 
-const TABLE: &str = include_str!("../../../tests/vectors/grid.txt");
+const TABLE: &str = include_str!("../../../../tests/vectors/grid.txt");
 /// 2^-22, in which margins count.
 const UNIT: f64 = 1.0 / 4_194_304.0;
 

@@ -1,0 +1,33 @@
+//! The rules of problems, caches, pages and formats, and what of them is refused; a file for each subject.
+
+mod arithmetic;
+mod cache;
+mod cache_config;
+mod cache_edges;
+mod centres;
+mod checkpoints;
+mod convert;
+mod convert_edges;
+mod convert_rows;
+mod copy;
+mod drop_before;
+mod drop_range;
+mod format;
+mod grid;
+mod grow;
+mod host_pages;
+mod image;
+mod layers;
+mod layout;
+mod limits;
+mod problem;
+mod quant;
+mod residuals;
+mod rollback;
+mod rotary;
+mod rows;
+mod saturation;
+mod state;
+mod step;
+mod vectors;
+mod view;
