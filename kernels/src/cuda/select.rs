@@ -56,13 +56,16 @@ impl Shape {
         }
     }
 
-    fn shared_bytes(&self, config: &KernelConfig) -> usize {
-        shared_bytes(config, self.format, self.head_dim, self.layout)
-    }
-
     /// Whether an SM has room for `ctas` CTAs, or teams of `low_latency.cu`.
     fn fits(&self, config: &KernelConfig, ctas: usize, shared_limit: usize) -> bool {
-        ctas * (self.shared_bytes(config) + RESERVED_SHARED) <= shared_limit + RESERVED_SHARED
+        let bytes = shared_bytes(
+            config,
+            self.format,
+            self.head_dim,
+            self.layout,
+            shared_limit,
+        );
+        ctas * (bytes + RESERVED_SHARED) <= shared_limit + RESERVED_SHARED
     }
 
     /// The configuration of `split_kv.cu`, with `shared_limit` bytes of shared memory in a CTA; `None` if nothing fits, and for floats of more dims than a warp has

@@ -4,13 +4,13 @@
 
 use attn_core::{Groups, HeadDim, KvFormat, Scheme, arithmetic, layout::params_bytes};
 
-use super::config::{Kernel, KernelConfig, KvLayout, TEAMS, WARPGROUPS, warpgroups};
+use super::config::{BULK_SHARED, Kernel, KernelConfig, KvLayout, TEAMS, WARPGROUPS, warpgroups};
 
 /// A stage holds both K and V of a tile where they are no larger than this.
 const KV_ONE_STAGE: usize = 12288;
 
-/// Stages of a CTA of `many_rows.cu` with codes of 4 bits as bytes, and with codes as f16.
-const UNPACKED_STAGES: usize = 10;
+/// Stages of a CTA of `many_rows.cu` with codes of 4 bits as bytes, with and without a copy engine, and with codes as f16.
+const UNPACKED_STAGES: [usize; 2] = [10, 4];
 const UNPACKED_FLOAT_STAGES: usize = 8;
 
 /// Partials that a team of a cluster receives room for.
@@ -117,12 +117,13 @@ impl Stage {
     }
 }
 
-/// Dynamic shared memory of a CTA, or of each of its teams in `low_latency.cu`, in bytes.
+/// Dynamic shared memory of a CTA, or of each of its teams in `low_latency.cu`, in bytes, where it may have `shared_limit`.
 pub fn shared_bytes(
     config: &KernelConfig,
     format: KvFormat,
     head_dim: HeadDim,
     layout: KvLayout,
+    shared_limit: usize,
 ) -> usize {
     let stage = Stage::new(format, head_dim, layout);
     match config.kernel {
@@ -133,7 +134,9 @@ pub fn shared_bytes(
         Kernel::ManyRows | Kernel::ManyRowsWhole if has_wide_rows(format, head_dim) => {
             wide_rows_bytes(config, &stage, format, head_dim)
         }
-        Kernel::ManyRows | Kernel::ManyRowsWhole => many_rows_bytes(config, &stage, head_dim.max()),
+        Kernel::ManyRows | Kernel::ManyRowsWhole => {
+            many_rows_bytes(config, &stage, head_dim.max(), shared_limit)
+        }
     }
 }
 
@@ -199,7 +202,12 @@ fn wide_rows_bytes(
 /// What a buffer of query rows has beside them, with its barriers.
 const LOADED: usize = 328 + 16;
 
-fn many_rows_bytes(config: &KernelConfig, stage: &Stage, head_dim: usize) -> usize {
+fn many_rows_bytes(
+    config: &KernelConfig,
+    stage: &Stage,
+    head_dim: usize,
+    shared_limit: usize,
+) -> usize {
     let warpgroups = warpgroups(config.row_warps);
     let teams = warpgroups / config.row_warps;
     let tile = arithmetic::TILE;
@@ -219,7 +227,8 @@ fn many_rows_bytes(config: &KernelConfig, stage: &Stage, head_dim: usize) -> usi
         // Queries, states of spans, thresholds, and V's scales of each warp.
         Unpacked::Nothing { integers: true } => (0, dims * 5 + tile * 4 + scales),
         Unpacked::Bytes { values_are_bytes } => {
-            let stages = UNPACKED_STAGES * (tile * (head_dim + 8) + 16);
+            let stages = UNPACKED_STAGES[usize::from(shared_limit < BULK_SHARED)]
+                * (tile * (head_dim + 8) + 16);
             let scales = if values_are_bytes { scales } else { 0 };
             (stages, dims * 5 + tile * 4 + scales)
         }
@@ -341,8 +350,12 @@ mod tests {
                                     spans: false,
                                     centres: false,
                                 };
-                                let size = shared_bytes(&config, format, head_dim, layout);
-                                all.insert(instance.options(Arch::Compute80), (instance, size));
+                                let size = shared_bytes(&config, format, head_dim, layout, limit);
+                                let mut options = instance.options(Arch::Compute80);
+                                if limit >= BULK_SHARED {
+                                    options[0] = "--gpu-architecture=compute_90a".to_owned();
+                                }
+                                all.insert(options, (instance, size));
                             }
                         }
                     }

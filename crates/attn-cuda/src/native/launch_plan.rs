@@ -122,7 +122,13 @@ fn configure(
     }
     Ok(Chosen {
         instance: Instance::configured(problem, format, layout, config),
-        shared: shared_bytes(&config, format, problem.head_dim, layout),
+        shared: shared_bytes(
+            &config,
+            format,
+            problem.head_dim,
+            layout,
+            limits.shared_limit,
+        ),
         selected,
     })
 }

@@ -47,7 +47,7 @@ struct ManyRowsConfig : KernelDefaults {
     static constexpr bool COPIER_READS = false;
     static constexpr bool PRODUCTS_READ_STAGES = !UNPACKS;
     // Of wide rows a stage has a part; latents of many dims leave room for one tile.
-    static constexpr int UNPACKED_STAGES = !UNPACKS ? 0 : IS_WIDE ? (LATENTS && K_DIM > 320 ? 1 : 3) : (INTEGER ? 10 : 8) / TEAMS;
+    static constexpr int UNPACKED_STAGES = !UNPACKS ? 0 : IS_WIDE ? (LATENTS && K_DIM > 320 ? 1 : 3) : (INTEGER ? (ATTN_BULK ? 10 : 4) : 8) / TEAMS;
     static constexpr int UNPACKED_PARAMS = TILE * K_DIM * (INTEGER ? 1 : 2);  // where parameters begin in an unpacked stage
     static constexpr int UNPACKED_BYTES =
         IS_WIDE ? TILE * 2 * larger(K_DIM / K_PARTS, LATENTS ? 0 : PART_DIMS) : UNPACKED_PARAMS + (INTEGER ? TILE * 8 : 0);  // of an unpacked stage

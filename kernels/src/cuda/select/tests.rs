@@ -40,7 +40,8 @@ fn every_problem_fits_shared_memory_and_covers_its_rows() {
                     assert!(launch.row_blocks * g.rows() >= rows, "{rows}");
                     assert!(
                         g.threads() <= 512
-                            && shared_bytes(&g, format, dim.into(), KvLayout::Pages(64)) <= limit
+                            && shared_bytes(&g, format, dim.into(), KvLayout::Pages(64), limit)
+                                <= limit
                     );
                 }
             }
