@@ -30,6 +30,11 @@ fn cache(format: KvFormat, heads: usize, pages: usize) -> KvCache {
     KvCache::new(config, Box::new(store)).unwrap()
 }
 
+/// Of so many tokens to each of these sequences.
+fn appends<const N: usize>(of: [(usize, usize); N]) -> [Append; N] {
+    of.map(|(sequence, tokens)| Append { sequence, tokens })
+}
+
 fn values(count: usize, seed: usize) -> Vec<f32> {
     let value = |i: usize| ((i * 37 + seed * 101 + i / 640) % 129) as f32 / 16.0 - 4.0;
     (0..count).map(value).collect()
@@ -120,19 +125,7 @@ fn no_tokens_take_no_page_and_are_not_written() {
         panic!("there is nothing to write")
     };
     cache
-        .append_with(
-            &[
-                Append {
-                    sequence: 0,
-                    tokens: 0,
-                },
-                Append {
-                    sequence: 1,
-                    tokens: 0,
-                },
-            ],
-            untouched,
-        )
+        .append_with(&appends([(0, 0), (1, 0)]), untouched)
         .unwrap();
     cache.append_with(&[], untouched).unwrap();
     grow(&mut cache, 0, 70).unwrap();
@@ -141,19 +134,7 @@ fn no_tokens_take_no_page_and_are_not_written() {
     assert_eq!(cache.free_pages(), 0);
     let before = books(&cache);
     cache
-        .append_with(
-            &[
-                Append {
-                    sequence: 1,
-                    tokens: 0,
-                },
-                Append {
-                    sequence: 2,
-                    tokens: 0,
-                },
-            ],
-            untouched,
-        )
+        .append_with(&appends([(1, 0), (2, 0)]), untouched)
         .unwrap();
     assert_eq!(books(&cache), before);
     // Nor beside tokens of another sequence.
@@ -162,26 +143,10 @@ fn no_tokens_take_no_page_and_are_not_written() {
     cache.fork(0, 1).unwrap();
     let free = cache.free_pages();
     cache
-        .append_with(
-            &[
-                Append {
-                    sequence: 1,
-                    tokens: 0,
-                },
-                Append {
-                    sequence: 2,
-                    tokens: 1,
-                },
-                Append {
-                    sequence: 0,
-                    tokens: 0,
-                },
-            ],
-            |_, writes| {
-                assert_eq!(writes.len(), 1);
-                Ok(())
-            },
-        )
+        .append_with(&appends([(1, 0), (2, 1), (0, 0)]), |_, writes| {
+            assert_eq!(writes.len(), 1);
+            Ok(())
+        })
         .unwrap();
     assert_eq!((cache.free_pages(), cache.table().lens[2]), (free - 2, 1));
     assert_eq!(cache.table().pages[0], cache.table().pages[1]);
@@ -347,19 +312,7 @@ fn a_copy_that_fails_ends_the_append_before_any_token_is_written() {
     fails.store(true, Ordering::Relaxed);
     assert!(matches!(grow(&mut cache, 1, 3), Err(Error::Device { .. })));
     // The sequence after the one whose copy fails is not touched, either.
-    let found = cache.append_with(
-        &[
-            Append {
-                sequence: 1,
-                tokens: 1,
-            },
-            Append {
-                sequence: 2,
-                tokens: 1,
-            },
-        ],
-        |_, _| Ok(()),
-    );
+    let found = cache.append_with(&appends([(1, 1), (2, 1)]), |_, _| Ok(()));
     assert!(matches!(found, Err(Error::Device { .. })));
     assert_eq!((books(&cache), cache.read_back(0).unwrap()), before);
     fails.store(false, Ordering::Relaxed);

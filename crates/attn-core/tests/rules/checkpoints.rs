@@ -1,21 +1,16 @@
 //! Checkpoints: a sequence that was truncated to one, or resumed there, is a run that was never longer.
 
-use attn_conformance::noise::{Noise, uniform};
+use attn_conformance::noise::Noise;
 use attn_core::{
-    Append, CacheBuilder, CacheConfig, CheckpointPage, Error, HeadDim, Heads, HostPages, KvCache,
-    Problem, SequenceImage, TruncateLimit,
+    Append, CacheBuilder, CacheConfig, CheckpointPage, Error, HostPages, KvCache, Problem,
+    SequenceImage, TruncateLimit,
 };
 use rstest::rstest;
 
-const DIM: usize = 64;
-const HEADS: Heads = Heads {
-    q: 1,
-    kv: 1,
-    dim: HeadDim::same(DIM),
-};
+use crate::texts::{ONE_HEAD, values};
 
 fn builder(format: &str, page_size: usize, every: usize) -> CacheBuilder {
-    CacheConfig::builder(format.parse().unwrap(), HEADS)
+    CacheConfig::builder(format.parse().unwrap(), ONE_HEAD)
         .sequences(4)
         .page_size(page_size)
         .checkpoints(every)
@@ -25,12 +20,6 @@ fn cache(builder: CacheBuilder) -> KvCache {
     let config = builder.build();
     let store = HostPages::new(&config).unwrap();
     KvCache::new(config, Box::new(store)).unwrap()
-}
-
-/// The values of tokens `from..to` of text `seed`; none is like another's.
-fn values(seed: usize, from: usize, to: usize) -> Vec<f32> {
-    let numbers = uniform(seed as u64, from * DIM..to * DIM);
-    numbers.into_iter().map(|x| 4.0 * x).collect()
 }
 
 /// Appends tokens of a text to a sequence up to the length `to`, others in each layer.
@@ -96,7 +85,7 @@ fn goes_back_to_checkpoints(
             cache.image(1).unwrap() == cold(new(), 1, len + 300),
             "{len}"
         );
-        let queries = |len: usize| Problem::new(HEADS, [len, 0]).q_lens([64, 0]);
+        let queries = |len: usize| Problem::new(ONE_HEAD, [len, 0]).q_lens([64, 0]);
         cache.check_queries(&queries(len)).unwrap();
         cache.free_sequence(1).unwrap();
         assert!(cache.image(0).unwrap() == cold(new(), 1, len), "{len}");

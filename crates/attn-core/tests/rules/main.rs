@@ -29,5 +29,6 @@ mod rows;
 mod saturation;
 mod state;
 mod step;
+mod texts;
 mod vectors;
 mod view;

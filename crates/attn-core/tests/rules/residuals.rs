@@ -2,20 +2,18 @@
 
 mod failed;
 
-use attn_conformance::noise::uniform;
 use attn_core::{
-    Append, CacheConfig, Error, Heads, HostPages, KvCache, KvFormat, PageLayout,
+    Append, CacheConfig, Error, HostPages, KvCache, KvFormat, PageLayout,
     convert::{Side, dequantize},
     layout::Part,
     rotation::rotate_stored,
 };
 use rstest::rstest;
 
-const DIM: usize = 64;
+use crate::texts::{DIM, ONE_HEAD, grow_to, values};
 
 fn config(format: &str, page_size: usize, pages: usize) -> CacheConfig {
-    let heads = Heads::new(1, 1, DIM);
-    CacheConfig::builder(format.parse().unwrap(), heads)
+    CacheConfig::builder(format.parse().unwrap(), ONE_HEAD)
         .centres(false)
         .sequences(4)
         .page_size(page_size)
@@ -27,22 +25,6 @@ fn cache(format: &str, page_size: usize, pages: usize) -> KvCache {
     let config = config(format, page_size, pages);
     let store = HostPages::new(&config).unwrap();
     KvCache::new(config, Box::new(store)).unwrap()
-}
-
-/// The values of tokens `from..to` of text `seed`; none is like another's.
-fn values(seed: usize, from: usize, to: usize) -> Vec<f32> {
-    let numbers = uniform(seed as u64, from * DIM..to * DIM);
-    numbers.into_iter().map(|x| 4.0 * x).collect()
-}
-
-/// Appends tokens of a text to a sequence up to the length `to`.
-fn grow_to(cache: &mut KvCache, sequence: usize, seed: usize, to: usize) -> Result<(), Error> {
-    let from = cache.table().lens[sequence];
-    cache.append(
-        sequence,
-        &values(seed, from, to),
-        &values(seed + 100, from, to),
-    )
 }
 
 /// The pages of a text of one length, appended at once to a cache of its own.

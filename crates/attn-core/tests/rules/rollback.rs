@@ -1,20 +1,13 @@
 //! An engine takes tokens back, asks for room for the next step, and attends any sequences in a batch.
 
-use attn_conformance::noise::{Noise, uniform};
-use attn_core::{
-    Append, CacheConfig, Error, HeadDim, Heads, HostPages, KvCache, KvSource, Plan, Problem,
-};
+use attn_conformance::noise::Noise;
+use attn_core::{Append, CacheConfig, Error, HostPages, KvCache, KvSource, Plan, Problem};
 use rstest::rstest;
 
-const DIM: usize = 64;
-const HEADS: Heads = Heads {
-    q: 1,
-    kv: 1,
-    dim: HeadDim::same(DIM),
-};
+use crate::texts::{DIM, ONE_HEAD, grow_to, values};
 
 fn cache(format: &str, page_size: usize, pages: usize) -> KvCache {
-    let config = CacheConfig::builder(format.parse().unwrap(), HEADS)
+    let config = CacheConfig::builder(format.parse().unwrap(), ONE_HEAD)
         .centres(false)
         .unit_tensor_scales()
         .sequences(4)
@@ -23,19 +16,6 @@ fn cache(format: &str, page_size: usize, pages: usize) -> KvCache {
         .build();
     let store = HostPages::new(&config).unwrap();
     KvCache::new(config, Box::new(store)).unwrap()
-}
-
-/// The values of tokens `from..to` of text `seed`; none is like another's.
-fn values(seed: usize, from: usize, to: usize) -> Vec<f32> {
-    let numbers = uniform(seed as u64, from * DIM..to * DIM);
-    numbers.into_iter().map(|x| 4.0 * x).collect()
-}
-
-/// Appends tokens of a text to a sequence up to the length `to`.
-fn grow_to(cache: &mut KvCache, sequence: usize, seed: usize, to: usize) -> Result<(), Error> {
-    let from = cache.table().lens[sequence];
-    let [k, v] = [seed, seed + 100].map(|seed| values(seed, from, to));
-    cache.append(sequence, &k, &v)
 }
 
 /// The pages of a sequence that got `len` tokens of text 1 one by one.
@@ -139,7 +119,7 @@ fn a_refusal_names_what_can_be_kept(
             assert!(format == "int8" || format == "int4-w4" && dropped > 0);
         }
     }
-    let queries = |q_len| cache.check_queries(&Problem::new(HEADS, [700]).q_len(q_len));
+    let queries = |q_len| cache.check_queries(&Problem::new(ONE_HEAD, [700]).q_len(q_len));
     match queries(650) {
         Err(Error::ResidualQueries { most, q_len, .. }) => {
             assert_eq!(q_len, 650);
@@ -164,7 +144,7 @@ fn rounds_of_drafts_leave_a_straight_run(
     #[values(64, 150)] max_q_len: usize,
 ) {
     let new = || {
-        let config = CacheConfig::builder(format.parse().unwrap(), HEADS)
+        let config = CacheConfig::builder(format.parse().unwrap(), ONE_HEAD)
             .centres(false)
             .sequences(2)
             .page_size(page_size)
@@ -393,7 +373,7 @@ fn a_batch_has_any_sequences_in_any_order() {
     let plan = |lens| {
         Plan::new(
             "test",
-            &Problem::new(HEADS, lens),
+            &Problem::new(ONE_HEAD, lens),
             "int8".parse().unwrap(),
             (),
         )

@@ -206,26 +206,17 @@ fn schemes_without_rows_of_their_own_and_odd_groups_are_refused() {
 
 #[test]
 fn a_sequence_without_tokens_may_have_rows_that_no_slice_reaches() {
-    let problem = Problem::new(Heads::new(1, 1, 64), vec![1, 0]);
-    let rows = StridedRows::bnsh(&[5; 64], &[0x3c00], 1, 100, 64, 1);
-    KvView::new(
-        &problem,
-        KvFormat::same(Scheme::Int8(Int8Scale::Token)),
-        rows,
-        rows,
-        [&[], &[]],
-    )
-    .unwrap();
-    let problem = Problem::new(Heads::new(1, 1, 64), vec![0, 0]);
-    let rows = StridedRows::bnsh(&[], &[], 1, 100, 64, 1);
-    KvView::new(
-        &problem,
-        KvFormat::same(Scheme::Int8(Int8Scale::Token)),
-        rows,
-        rows,
-        [&[], &[]],
-    )
-    .unwrap();
+    let format = KvFormat::same(Scheme::Int8(Int8Scale::Token));
+    for (lens, rows) in [
+        (
+            [1, 0],
+            StridedRows::bnsh(&[5; 64], &[0x3c00], 1, 100, 64, 1),
+        ),
+        ([0, 0], StridedRows::bnsh(&[], &[], 1, 100, 64, 1)),
+    ] {
+        let problem = Problem::new(Heads::new(1, 1, 64), lens);
+        KvView::new(&problem, format, rows, rows, [&[], &[]]).unwrap();
+    }
 }
 
 #[test]
