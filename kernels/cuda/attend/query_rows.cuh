@@ -110,10 +110,13 @@ template <class T> DEVICE T quad_sum(T x) {
 }
 // ---- centres of K (section 12) ----
 
-// Where a sequence's centres lie among all; 0 where keys have theirs.
-DEVICE u32 centre_row(const DecodeParams& p, int sequence) {
+// Where the centres of a query block's sequence lie among all; 0 where keys have none, or the sequence no tokens: its first page may then be any number.
+DEVICE u32 centre_row(const DecodeParams& p, int b, int kv_len) {
     if constexpr (!HAS_CENTRES) return 0;
-    return p.centre_rows ? p.centre_rows[(long long)sequence * p.centre_rows_stride] : (u32)sequence;
+    const int sequence = query_block(p, b).sequence;
+    if (!p.centre_rows) return (u32)sequence;
+    const u32 row = p.centre_rows[(long long)sequence * p.centre_rows_stride];  // loaded while the length may still be
+    return kv_len > 0 ? row : 0;
 }
 
 // The two centres of a row of centres and a KV head, one behind the other.

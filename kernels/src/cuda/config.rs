@@ -210,6 +210,8 @@ pub struct KernelConfig {
     pub stages: usize,
     /// CTAs that run on an SM at once (`ATTN_CTAS`).
     pub ctas: usize,
+    /// Warpgroups of `many_rows.cu` that copy tiles and unpack their codes (`ATTN_PRODUCERS`); 0 of other kernels.
+    pub producers: usize,
 }
 
 impl KernelConfig {
@@ -228,8 +230,9 @@ impl KernelConfig {
         match self.kernel {
             Kernel::SplitKv => 32 * self.row_warps * TEAMS,
             Kernel::LowLatencyCluster | Kernel::LowLatencyGlobal => TEAM_THREADS,
-            // One more copies.
-            Kernel::ManyRows | Kernel::ManyRowsWhole => 128 * (1 + warpgroups(self.row_warps)),
+            Kernel::ManyRows | Kernel::ManyRowsWhole => {
+                128 * (self.producers + warpgroups(self.row_warps))
+            }
         }
     }
 }
@@ -253,6 +256,7 @@ impl FromStr for KernelConfig {
             row_warps: *row_warps,
             stages: *stages,
             ctas: *ctas,
+            producers: 0,
         })
     }
 }

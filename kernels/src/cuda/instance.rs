@@ -340,6 +340,9 @@ impl Instance {
                     ("ATTN_SCORE_MODS", usize::from(score_mods)),
                     ("ATTN_CENTRES", usize::from(centres)),
                 ]);
+                if config.kernel.is_many_rows() {
+                    all.push(("ATTN_PRODUCERS", config.producers));
+                }
                 let of_kernel: &[_] = match config.kernel {
                     Kernel::SplitKv => &[],
                     Kernel::LowLatencyCluster => &["ATTN_LOW_LATENCY"],
@@ -544,6 +547,7 @@ mod tests {
                 row_warps: 6,
                 stages: 3,
                 ctas: 2,
+                producers: 0,
             };
             let instance = Instance::Decode {
                 format: KvFormat::INT8,

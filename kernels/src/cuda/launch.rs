@@ -262,6 +262,7 @@ mod tests {
             row_warps: 3,
             stages: 10,
             ctas: 1,
+            producers: 1,
         };
         let rows = |heads: Heads, kv_len: usize, q_len: usize, batch: usize| {
             let problem = Problem::new(heads, vec![kv_len; batch]).q_len(q_len);
@@ -314,6 +315,7 @@ mod tests {
                 row_warps: 2,
                 stages: 8,
                 ctas: 1,
+                producers: 1,
             };
             let heads = Heads::new(16, 1, 128);
             let problem = Problem::new(heads, vec![8192; 4]);

@@ -120,6 +120,7 @@ impl Shape {
                     row_warps,
                     stages,
                     ctas,
+                    producers: 0,
                 })
                 .find(|config| self.fits(config, ctas, shared_limit))
         })
@@ -157,6 +158,7 @@ impl Shape {
                         row_warps: 1,
                         stages,
                         ctas: 1,
+                        producers: 0,
                     })
                     .find(|config| shape.fits(config, SM_TEAMS, shared_limit))
             })
@@ -205,6 +207,12 @@ impl Shape {
             true => 4,
             false => 8,
         };
+        // Four warps unpack too slowly for two teams: measured in kernels/README.md.
+        let unpacks = k.code_bits() == 4 || v.code_bits() == 4 || k == Scheme::Fp8E4m3;
+        let producers = match unpacks && row_warps == 1 && shared_limit >= BULK_SHARED {
+            true => 2,
+            false => 1,
+        };
         // Floats of 16 bits are read a tile at a time.
         let is_whole_tiles = move |stages: &usize| !is_16_bit || stages.is_multiple_of(2);
         (2..=9 * row_warps)
@@ -216,6 +224,7 @@ impl Shape {
                 row_warps,
                 stages,
                 ctas: 1,
+                producers,
             })
             .find(|config| self.fits(config, 1, shared_limit))
     }
@@ -265,6 +274,7 @@ impl Shape {
                 row_warps: WARPGROUPS,
                 stages,
                 ctas: 1,
+                producers: 1,
             })
             .find(|config| self.fits(config, 1, shared_limit))
     }
@@ -293,7 +303,9 @@ impl Shape {
 
     /// Whether `many_rows.cu` is faster than `split_kv.cu` with integers and 9 to 32 rows: by the spans that an SM has. Its two teams to an SM take 25 µs for a span
     /// each, whatever the others do. Measured on an H200, int8, 1 · 2 · 4 · 8 spans an SM, µs: 16 rows 24 · 30 · 46 by `split_kv.cu`, 26 · 27 · 47; 32 rows
-    /// 30 · 44 · 65 · 108 and 33 · 33 · 57 · 103. int4, 24 rows 24 · 37 · 54 · 92 and 39 · 40 · 72 · 134; 32 rows 31 · 48 · 72 · 122 and 41 · 41 · 73 · 138.
+    /// 30 · 44 · 65 · 108 and 33 · 33 · 57 · 103. int4, 16 rows 20 · 30 · 44 · 72 and 29 · 30 · 51 · 92; 32 rows 32 · 48 · 72 · 122 and 32 · 33 · 57 · 103. int8 keys with
+    /// int4 values, 16 rows 19 · 30 · 44 · 77 and 35 · 36 · 64 · 118; 32 rows 29 · 47 · 70 · 123 and 36 · 37 · 67 · 125. int4-g1, 2 · 4 · 8 spans an SM, 12 rows
+    /// 29 · 41 · 71 and 30 · 53 · 97; 32 rows 41 · 62 · 108 and 35 · 61 · 115.
     fn few_rows_are_faster(&self, problem: &Problem, limits: DeviceLimits) -> bool {
         let spans: usize = problem.kv_lens.iter().map(|&len| num_spans(len)).sum();
         let of_sm = spans
@@ -302,13 +314,17 @@ impl Shape {
         // Two or three teams that share a sequence wait for each other to merge: 2048 tokens of 128 sequences, 16 rows, 27 and 31 µs.
         let merge_late = (2..4).contains(&num_spans(longest(problem)));
         let copies = limits.shared_limit >= BULK_SHARED;
-        let are_faster = match (self.rows, self.are_bytes()) {
-            (9..=16, true) => of_sm == 2 && !merge_late,
-            (17..=FEW_ROWS, true) => (2..=4).contains(&of_sm),
-            (25..=FEW_ROWS, false) => of_sm == 2 && !merge_late && copies,
+        let KvFormat { k, v, .. } = self.format;
+        let is_half_steps = |scheme: Scheme| scheme.code_bits() == 4 && scheme.is_rotated();
+        let are_half_steps = is_half_steps(k) && is_half_steps(v);
+        let are_faster = match self.rows {
+            17..=FEW_ROWS if self.are_bytes() => (2..=4).contains(&of_sm),
+            25..=FEW_ROWS if are_half_steps => of_sm >= 2,
+            9..=16 if !self.are_bytes() && !are_half_steps => false,
+            9..=FEW_ROWS => of_sm == 2 && !merge_late,
             _ => false,
         };
-        are_faster && self.format.is_integer()
+        are_faster && self.format.is_integer() && (copies || self.are_bytes())
     }
 
     /// The configurations of `many_rows.cu`, for runs of spans and for whole work items.

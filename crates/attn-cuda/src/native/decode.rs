@@ -268,8 +268,8 @@ pub(crate) unsafe fn launch_decode_as(
         params = plan.launch_plan.centres_params(centres, params)?;
     }
     if !plan.layout.is_rows() {
-        // Blocks end before the sequence does: their launch waits for all of the append.
-        let early = plan.launch_plan.num_blocks == 0;
+        // A launch waits for all of the append where blocks end before the sequence does, and where another launch writes what it reads.
+        let early = plan.launch_plan.num_blocks == 0 && plan.dequantize.is_none();
         params.appended = sizes::int("tokens appended", if early { appended } else { 0 })?;
     }
     if let Some(kernel) = &plan.check {

@@ -66,6 +66,7 @@ fn instance_with(header: &str) -> Instance {
             row_warps: 1,
             stages: 4,
             ctas: 1,
+            producers: usize::from(kernel == Kernel::ManyRows),
         },
         score_mods: true,
         spans: false,

@@ -31,7 +31,8 @@ enum MergeVia { NO_MERGE, VIA_CLUSTER, VIA_GLOBAL };
 // The work item of a CTA: a sequence, a KV head, a row block.
 struct Work {
     int b, kv_head, row_block;
-    int kv_len, num_tiles;  // known once the length has been loaded
+    int kv_len;  // is waited for where it is needed
+    int num_tiles;
 };
 
 // The team's index in the work item and in its CTA, and the sequence's length.
@@ -53,7 +54,6 @@ struct Split {
     }
     // Called once the sequence's length is known; loads that do not need it are issued before.
     METHOD void enter(const DecodeParams& p, Work& work, const Start& start) {
-        work.kv_len = start.kv_len;
         work.num_tiles = (start.kv_len + TILE - 1) / TILE;
         *this = of(p, work.num_tiles, start.index);
     }
@@ -354,6 +354,7 @@ extern "C" __global__ void __launch_bounds__(Config::THREADS, Config::CTAS) attn
     Start start = {(int)(blockIdx.x * (blockDim.x / Config::TEAM_THREADS)) + team, team, load_now(p.kv_lens + blockIdx.z)};
     Work work;
     work.b = blockIdx.z;
+    work.kv_len = start.kv_len;
     work.kv_head = blockIdx.y / p.row_blocks_divmod;
     work.row_block = blockIdx.y - work.kv_head * p.row_blocks;
     Split split;

@@ -1,4 +1,4 @@
-// What an instance of many_rows.cu is compiled for: a warpgroup of producers, and those that attend 64 rows each, or 32, or the same 64.
+// What an instance of many_rows.cu is compiled for: warpgroups of producers, and those that attend 64 rows each, or 32, or the same 64.
 #pragma once
 #include "attend/kernel_defaults.cuh"
 
@@ -23,7 +23,8 @@ struct ManyRowsConfig : KernelDefaults {
     static constexpr int K_PARTS = !IS_WIDE ? 1 : INTEGER ? (K_DIM > 320 ? 2 : 1) : !LATENTS && K_DIM > 256 ? 2 : 1;
     static constexpr int V_PARTS = INTEGER && IS_WIDE && V_DIM > 256 ? 2 : 1, V_STAGES = INTEGER || !IS_WIDE ? V_PARTS : LATENTS ? 0 : WARPGROUPS;
     static constexpr int PART_DIMS = V_DIM / V_PARTS / (IS_WIDE ? WARPGROUPS : 1);  // dims of V that a warpgroup has at once
-    static constexpr int THREADS = 128 * (1 + WARPGROUPS);
+    static constexpr int PRODUCERS = ATTN_PRODUCERS;  // warpgroups that copy tiles and unpack codes
+    static constexpr int THREADS = 128 * (PRODUCERS + WARPGROUPS);
     static constexpr int MERGE_THREADS = 128 * TEAM_WARPGROUPS;  // threads that merge a work item's partials
     static constexpr int LEAST_BLOCK = TILE;  // products read tiles as pages of 64 tokens have them
     static constexpr int SHARED_PARTIALS = 2;
@@ -39,10 +40,10 @@ struct ManyRowsConfig : KernelDefaults {
     // than that of 4 bits are copied: products read both from one ring.
     static constexpr bool UNPACKS = Keys::HAS_NIBBLES || Values::HAS_NIBBLES || Keys::SCHEME == FP8;
     static_assert(!UNPACKS || INTEGER || Keys::SCHEME == Values::SCHEME, "of both sides, or of none");
-    // Whether a warp of the team copies and does nothing else: tiles would wait to be unpacked behind the copies of a new work item's, which are many at once. Of two teams each has two
-    // warps, and needs both.
-    static constexpr bool COPIES_APART = TEAMS == 1;
-    static constexpr int UNPACKERS = 4 / TEAMS - COPIES_APART;  // warps of a team
+    // Whether a warp of the team copies and does nothing else: tiles would wait to be unpacked behind the copies of a new work item's, which are many at once. A team with
+    // two warps needs both.
+    static constexpr bool COPIES_APART = 4 * PRODUCERS / TEAMS > 2;
+    static constexpr int UNPACKERS = 4 * PRODUCERS / TEAMS - COPIES_APART;  // warps of a team
     static constexpr int READERS = UNPACKS ? UNPACKERS : 4 * TEAM_WARPGROUPS;  // warps that read a stage
     static constexpr bool COPIER_READS = false;
     static constexpr bool PRODUCTS_READ_STAGES = !UNPACKS;
@@ -65,7 +66,7 @@ struct ManyRowsConfig : KernelDefaults {
     static constexpr bool HAS_PAIRS = !INTEGER && IS_WIDE && LATENTS && !UNPACKS && ATTN_BULK && K_DIM - V_DIM >= TILE;
 
     // Index of this thread among those that merge together.
-    static METHOD int merge_thread() { return (threadIdx.x - 128) % MERGE_THREADS; }
+    static METHOD int merge_thread() { return (threadIdx.x - 128 * PRODUCERS) % MERGE_THREADS; }
 };
 
 }  // namespace attn

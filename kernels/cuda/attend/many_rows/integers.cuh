@@ -13,7 +13,7 @@ struct IntegerTiles : IntegerRows {
 #pragma unroll
         for (int h = 0; h < THREAD_ROWS; h++) from[h] = query_row(p, range, range.kv_head, first_row + lane / 4 + 8 * h);
         load_elements(from, lane, elements);
-        const u16* centres = find_centres(p, centre_row(p, HAS_CENTRES ? query_block(p, range.b).sequence : 0), range.kv_head);
+        const u16* centres = find_centres(p, centre_row(p, range.b, range.kv_len), range.kv_head);
         if constexpr (HAS_CENTRES) prefetch_centres(centres, lane);
 #pragma unroll
         for (int h = 0; h < THREAD_ROWS; h++) {

@@ -1,7 +1,7 @@
 // many_rows.cu: attention of 9 and more query rows to each KV head, up to whole prompts, with products of a warpgroup (sm_90a).
 //
-// Grid      persistent, a CTA to each SM; a warpgroup of producers and two that attend 64 rows each: one team for 128 rows, or two of 64, or, of 16-bit floats and up to 128
-//           dims, three of a team for 192; integers of few rows have two of 32 (many_rows/warpgroup.cuh), wide rows one whose warpgroups share 64 (many_rows/wide_integers.cuh, many_rows/wide_floats.cuh).
+// Grid      persistent, a CTA to each SM; one or two warpgroups of producers and two that attend 64 rows each: one team for 128 rows, or two of 64, or, of 16-bit floats and up
+//           to 128 dims, three of a team for 192; integers of few rows have two of 32 (many_rows/warpgroup.cuh), wide rows one whose warpgroups share 64 (many_rows/wide_integers.cuh, many_rows/wide_floats.cuh).
 // Split     work items, (query block, KV head): where there are enough to balance, teams take whole ones from a queue, else ranges of spans
 //           (many_rows/work.cuh).
 // Pipeline  each team has a ring of stages, which its producer warp fills (pipeline.cuh). Products read keys and values from there; codes of 4 bits
@@ -29,11 +29,9 @@ static_assert(Config::IS_WIDE || (Config::PRODUCTS_READ_STAGES && !INTEGER ? K_D
 
 // Of each thread. Turning codes into f16 takes more registers than attending floats leaves unused; those that attend have what is left.
 constexpr int START_REGISTERS = 65536 / Config::THREADS / 8 * 8;
-constexpr int PRODUCER_REGISTERS = Config::UNPACKS && !INTEGER && !Config::IS_WIDE ? 104
-                                   : Config::UNPACKS || Config::LOADS_AHEAD        ? 56
-                                   : Config::WARPGROUPS > 2                        ? 32
-                                                                                   : 40;
-constexpr int ATTENDER_REGISTERS = ((1 + Config::WARPGROUPS) * START_REGISTERS - PRODUCER_REGISTERS) / Config::WARPGROUPS / 8 * 8;
+constexpr bool WIDENS = Config::UNPACKS && !INTEGER && !Config::IS_WIDE;
+constexpr int PRODUCER_REGISTERS = WIDENS ? (Config::PRODUCERS > 1 ? 80 : 104) : Config::UNPACKS || Config::LOADS_AHEAD ? 56 : Config::WARPGROUPS > 2 ? 32 : 40;
+constexpr int ATTENDER_REGISTERS = ((Config::PRODUCERS + Config::WARPGROUPS) * START_REGISTERS - Config::PRODUCERS * PRODUCER_REGISTERS) / Config::WARPGROUPS / 8 * 8;
 
 template <bool IS_WIDE_INTEGER> struct AttenderOf {
     using Type = RowAttender;
@@ -116,7 +114,7 @@ extern "C" __global__ void __launch_bounds__(Config::THREADS, 1) attn_decode(con
     auto unpacked_of = [&](int team) {
         return UnpackedRing{base + SharedMemory::UNPACKED_AT + team * UNPACKED_STAGES * Config::UNPACKED_BYTES, unpacked_barriers_of(team), 0, 0};
     };
-    if (warp < 4) {
+    if (warp < 4 * Config::PRODUCERS) {
         give_up_registers<PRODUCER_REGISTERS>();
         int team = warp % TEAMS, producer = warp / TEAMS;
         Scheduler scheduler = Scheduler::of_team(schedulers, team, found);
@@ -130,10 +128,10 @@ extern "C" __global__ void __launch_bounds__(Config::THREADS, 1) attn_decode(con
         return;
     }
     take_registers<ATTENDER_REGISTERS>();
-    int warpgroup = warp / 4 - 1, team = warpgroup / Config::TEAM_WARPGROUPS, thread = threadIdx.x % 128;
+    int warpgroup = warp / 4 - Config::PRODUCERS, team = warpgroup / Config::TEAM_WARPGROUPS, thread = threadIdx.x % 128;
     float4* states = (float4*)(p.partial_o + p.row_states_at);
     Attender self = {{{p, ring_of(team), unpacked_of(team), RowBuffers::of_warpgroup(shared, warpgroup), base + SharedMemory::QUERIES + warpgroup % ROW_SETS * QUERY_BYTES,
-                       base + SharedMemory::THRESHOLDS, base + SharedMemory::SCALES + (warp - 4) * TILE * 4,
+                       base + SharedMemory::THRESHOLDS, base + SharedMemory::SCALES + (warp - 4 * Config::PRODUCERS) * TILE * 4,
                        base + SharedMemory::STATES + (Config::IS_WIDE ? 0 : warpgroup * 64 * V_DIM * 4 + thread * 16),
                        states + (blockIdx.x * Config::WARPGROUPS * (V_DIM / 8) + warpgroup * (WARPGROUP_DIMS / 8)) * 128 + thread, warpgroup, warp % 4, lane}}};
     self.first_row = first_row_of(warpgroup, self.warp);

@@ -87,7 +87,7 @@ template <CodesOf OF, bool ALL_EXIST> struct CodeRow {
 // COUNT rows of codes, some at once, as each load takes longer than the others' stores. from(i), row(i), place(i): where the i-th lies, what it is, and where it comes.
 template <u32 COUNT, class From, class Row, class Place> DEVICE void widen_rows(u32 thread, From from, Row row, Place place) {
     constexpr u32 STEP = 32 * Config::UNPACKERS, ROWS = (COUNT + STEP - 1) / STEP, AT_ONCE = ROWS < 4 ? ROWS : 4;
-    constexpr u32 UNROLLED = Config::TEAMS == 1 ? 4 : 1;  // of two teams, more takes registers that those that attend need
+    constexpr u32 UNROLLED = Config::TEAMS == 1 || Config::PRODUCERS > 1 ? 4 : 1;  // of two teams and one warpgroup, more takes registers that those that attend need
     const auto exists = [&](u32 n) { return n < ROWS && (COUNT % STEP == 0 || n + 1 < ROWS || thread + n * STEP < COUNT); };
 #pragma unroll UNROLLED
     for (u32 first = 0; first < ROWS; first += AT_ONCE) {

@@ -34,7 +34,7 @@ struct WideTiles : IntegerRows {
         const QueryRow from[1] = {query_row(p, range, range.kv_head, row)};
         float elements[1][Keys::PANELS][4];
         load_elements(from, lane, elements);
-        const u16* centres = find_centres(p, centre_row(p, HAS_CENTRES ? query_block(p, range.b).sequence : 0), range.kv_head);
+        const u16* centres = find_centres(p, centre_row(p, range.b, range.kv_len), range.kv_head);
         if constexpr (HAS_CENTRES) prefetch_centres(centres, lane);
         RowParams mine = store_query(elements[0], centres, row * 16 + 4 * (lane % 4));
         const u32 params = span_memory(SpanMemory::SEGMENTS), ratios = params + 64 * 16;

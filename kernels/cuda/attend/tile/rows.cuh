@@ -49,7 +49,7 @@ template <class Item> DEVICE Rows seen_rows(const DecodeParams& p, const Item& i
 // centres: copies of keys that wait for the queries need not wait for that.
 template <class Item, class Loaded>
 DEVICE void load_query(const DecodeParams& p, const Item& item, int kv_head, int warp_row, int lane, bool has_first, Query& q, Loaded loaded) {
-    const u32 row = centre_row(p, HAS_CENTRES ? query_block(p, item.b).sequence : 0);
+    const u32 row = centre_row(p, item.b, item.kv_len);
 #pragma unroll
     for (int g = 0; g < ROW_GROUPS; g++) {
         Centres centres;

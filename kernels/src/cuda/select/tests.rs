@@ -336,8 +336,20 @@ fn few_rows_are_many_where_teams_have_a_span_each() {
             assert_eq!(got, want, "{format}, {rows} rows");
         }
     }
-    for (rows, want) in [(24, [None; 5]), (25, few), (32, few)] {
-        for format in ["int4", "int8/int4", "int4-g1"] {
+    let all = [None, None, Some(4), Some(4), Some(4)];
+    for (rows, half_steps, others) in [
+        (8, [None; 5], [None; 5]),
+        (9, few, [None; 5]),
+        (17, few, few),
+        (24, few, few),
+        (25, all, few),
+        (32, all, few),
+    ] {
+        for (format, want) in [
+            ("int4", half_steps),
+            ("int4-g1", others),
+            ("int8/int4", others),
+        ] {
             let got = [1, 16, 32, 64, 128].map(|batch| takes(format, rows, batch));
             assert_eq!(got, want, "{format}, {rows} rows");
         }

@@ -23,7 +23,7 @@ pub(super) struct Centres {
 }
 
 impl Centres {
-    /// Those of all sequences, and whose each listed sequence has; none of a cache without.
+    /// Those of all sequences, and whose each listed sequence has; none of a cache without. An empty sequence has nobody's.
     pub(super) fn of(cache: &KvCache, table: &PageTable) -> Option<Self> {
         let config = cache.config();
         let pages = cache.store().as_any().downcast_ref::<HostPages>()?;
@@ -37,7 +37,13 @@ impl Centres {
             let numbers = place.iter_mut().zip(both.iter().copied().flatten());
             numbers.for_each(|(to, from)| *to = from.to_bits());
         }
-        let rows = table.sequences.iter().map(|&sequence| sequence as u32);
+        let rows = table
+            .sequences
+            .iter()
+            .map(|&of| match cache.table().lens[of] {
+                0 => u32::MAX,
+                _ => of as u32,
+            });
         Some(Centres {
             centres,
             len: bytes / 2,
@@ -130,7 +136,7 @@ pub(super) fn centred_shapes() -> Vec<(Case, Centred)> {
         &'static [usize],
         &'static [usize],
     );
-    const SHAPES: [Shape; 19] = [
+    const SHAPES: [Shape; 20] = [
         ("int8", 64, [8, 2], 128, &[300, 70, 5], &[1, 1, 1]),
         ("int8", 16, [4, 1], 64, &[200, 1, 64], &[1, 1, 3]),
         ("int4", 64, [3, 1], 128, &[330, 65, 40], &[1, 1, 1]),
@@ -153,6 +159,8 @@ pub(super) fn centred_shapes() -> Vec<(Case, Centred)> {
         ("int8/int4", 64, [12, 1], 96, &[80, 66], &[17, 3]),
         ("int8", 64, [16, 1], 128, &[66, 40, 200], &[3, 20, 1]),
         ("int4", 64, [16, 1], 64, &[40, 64], &[40, 10]),
+        // Nothing of an empty sequence is read.
+        ("int8", 64, [12, 1], 128, &[0, 130], &[1, 1]),
     ];
     let case = |(format, page_size, heads, dim, kv_lens, q_lens): Shape| {
         let format = str::parse(format).expect("a format's name");
