@@ -183,7 +183,9 @@ impl KvCache {
     /// the sequence's last append can be queries, and the newest 64 or more. Other formats than those with a window have no such limit.
     ///
     /// # Errors
-    /// [`Error::Dropped`]; [`Error::ResidualQueries`]; [`Error::SeveralLayers`] for a cache of several layers, of which
+    /// [`Error::Batch`] for a problem of more sequences than the cache has; [`Error::Length`] for other [`Problem::q_lens`] than one of each sequence;
+    /// [`Error::Dropped`]; [`Error::ResidualQueries`]; [`Error::Parameter`] for other [`Problem::tokens_before`] than the keys of a cache with centres were written
+    /// with; [`Error::SeveralLayers`] for a cache of several layers, of which
     /// [`CacheLayer::check_queries`] takes one; [`Error::Step`] for a layer that lacks the tokens of an open step.
     pub fn check_queries(&self, problem: &Problem) -> Result<(), Error> {
         self.only_layer()?.check_queries(problem)
@@ -194,6 +196,7 @@ impl KvCache {
         let CacheConfig {
             format, page_size, ..
         } = self.config;
+        check_batch(problem, table)?;
         self.check_shards(problem, table)?;
         let lens = problem.q_lens.iter().zip(&table.lens).enumerate();
         for (b, (&q_len, &kv_len)) in lens.filter(|(_, (q_len, _))| **q_len > 0) {
@@ -331,6 +334,17 @@ fn first_fine_page(table: &PageTable, sequence: usize) -> usize {
         first if first <= table.first_residual_pages => 0,
         first => first,
     }
+}
+
+/// Refuses a problem of more sequences than the table lists, or without a number of query tokens for each.
+fn check_batch(problem: &Problem, table: &PageTable) -> Result<(), Error> {
+    if problem.batch() > table.lens.len() {
+        return Err(Error::Batch {
+            planned: problem.batch(),
+            given: table.lens.len(),
+        });
+    }
+    problem.check_q_lens()
 }
 
 /// Whether an entry of the table is a page of the pool.
