@@ -135,7 +135,7 @@ impl<'a> CacheLayer<'a> {
         dequantize_centred(
             &cache.layout,
             &pages,
-            tokens,
+            [tokens, cache.table.tokens_before[sequence]],
             self.tensor_scales(),
             &centres,
         )
