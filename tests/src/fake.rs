@@ -273,6 +273,7 @@ impl AppendCall<'_> {
 
 type Appends = dyn FnMut(&mut HostPages, &AppendCall<'_>) -> Result<(), Error> + Send + Sync;
 type Allows = dyn Fn(Call, usize) -> usize + Send + Sync;
+type AllowsCentres = dyn Fn(usize) -> bool + Send + Sync;
 type Notes = dyn Fn() + Send + Sync;
 
 /// Pages in host memory whose appends a test changes, whose writes it cuts short, or whose accesses it notes.
@@ -281,6 +282,7 @@ pub struct FakePages {
     pages: HostPages,
     appends: Box<Appends>,
     allows: Box<Allows>,
+    allows_centres: Box<AllowsCentres>,
     notes: Box<Notes>,
     is_hidden: bool,
 }
@@ -296,6 +298,7 @@ impl FakePages {
             pages: HostPages::new(config)?,
             appends: Box::new(|pages, call| call.write(pages, call.writes)),
             allows: Box::new(|_, count| count),
+            allows_centres: Box::new(|_| true),
             notes: Box::new(|| ()),
             is_hidden: false,
         })
@@ -322,6 +325,16 @@ impl FakePages {
         allows: impl Fn(Call, usize) -> usize + Send + Sync + 'static,
     ) -> Self {
         self.allows = Box::new(allows);
+        self
+    }
+
+    /// Asks `allows` at each call that replaces a sequence's centres of K in a layer whether it does so; else it fails with [`failure`].
+    #[must_use]
+    pub fn with_centres_limit(
+        mut self,
+        allows: impl Fn(usize) -> bool + Send + Sync + 'static,
+    ) -> Self {
+        self.allows_centres = Box::new(allows);
         self
     }
 
@@ -470,6 +483,9 @@ impl PageStore for FakePages {
         sequence: usize,
         bytes: &[u8],
     ) -> Result<(), Error> {
+        if !(self.allows_centres)(layer) {
+            return Err(failure("writing centres"));
+        }
         self.pages.write_centres(access, layer, sequence, bytes)
     }
 

@@ -250,7 +250,7 @@ impl KvCache {
     ///
     /// # Errors
     /// [`Error::Sequence`]; [`Error::NotEmpty`] for `to`; [`Error::Parameter`] if both are the same; [`Error::Step`] if `from` has tokens of an open step;
-    /// [`Error::Device`] if the device fails to copy centres of K.
+    /// [`Error::Device`] if the device fails to copy centres of K: `to` stays empty, and is no shard ([`KvCache::begin_shard`]) any more.
     pub fn fork(&mut self, from: usize, to: usize) -> Result<(), Error> {
         self.check_sequence(from)?;
         self.check_sequence(to)?;
