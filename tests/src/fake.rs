@@ -453,6 +453,14 @@ impl PageStore for FakePages {
         end
     }
 
+    fn tensor_scales(&self) -> Option<[&[f32]; 2]> {
+        self.pages.tensor_scales()
+    }
+
+    fn num_sequences(&self) -> Option<usize> {
+        self.pages.num_sequences()
+    }
+
     fn has_centres(&self) -> bool {
         self.pages.has_centres()
     }

@@ -88,43 +88,13 @@ impl KvCache {
     /// Makes the page table for a backend's store; backends call this from `create_cache`.
     ///
     /// # Errors
-    /// Those of [`CacheConfig::check`] and [`process::check`]; [`Error::StoreMismatch`] if the store's layout, layers or number of pages differ from the config's; [`Error::OutOfMemory`].
+    /// Those of [`CacheConfig::check`] and [`process::check`]; [`Error::StoreMismatch`] if the store's layout, layers, number of pages, or what it says of its sequences and static
+    /// scales differ from the config's; [`Error::OutOfMemory`].
     pub fn new(config: CacheConfig, store: Box<dyn PageStore>) -> Result<Self, Error> {
         process::check()?;
         config.check()?;
         let layout = config.layout()?;
-        let differ = |what, config: String, store: String| {
-            Err(Error::StoreMismatch {
-                what,
-                config,
-                store,
-            })
-        };
-        let of_store = store.layout();
-        if of_store.format() != config.format {
-            let formats = [config.format, of_store.format()];
-            let [config, store] = formats.map(|format| format.to_string());
-            return differ("format", config, store);
-        }
-        if of_store.head_dim() != config.head_dim {
-            let dims = [config.head_dim, of_store.head_dim()];
-            let [config, store] = dims.map(|dim| dim.to_string());
-            return differ("head_dim", config, store);
-        }
-        for (what, of_config, of_store) in [
-            ("page_size", config.page_size, of_store.page_size()),
-            ("num_kv_heads", config.num_kv_heads, of_store.num_kv_heads()),
-            ("num_pages", config.num_pages, store.num_pages()),
-            ("layers", config.layers, store.layers()),
-        ] {
-            if of_store != of_config {
-                return differ(what, of_config.to_string(), of_store.to_string());
-            }
-        }
-        if config.centres != store.has_centres() {
-            let [config, store] = [config.centres, store.has_centres()].map(|has| has.to_string());
-            return differ("centres", config, store);
-        }
+        store::check_store(&config, &*store)?;
         let n = config.num_sequences;
         events::pool("allocated", &config, layout.page_bytes());
         Ok(KvCache {
