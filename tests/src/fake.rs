@@ -5,7 +5,7 @@ use std::any::Any;
 use attn_core::{
     CacheAccess, CacheConfig, DecodeAttention, DecodeStep, DeviceInfo, DeviceSteps, Error,
     FirstTile, HostPages, KvCache, KvFormat, PageLayout, PageStore, Plan, Problem, SpanStates,
-    SpansStep, StepOutputs, TokenWrite, Unsupported, WideRows,
+    SpansStep, StepOutputs, TokenWrite, Unsupported, WideRows, grid::GridCheck,
 };
 
 type Refuses = dyn Fn(&Problem, KvFormat) -> Option<Unsupported> + Send + Sync;
@@ -13,6 +13,7 @@ type MakesCaches = dyn Fn(&CacheConfig) -> Result<KvCache, Error> + Send + Sync;
 type Executes =
     dyn Fn(&dyn DecodeAttention, &mut DecodeStep<'_>) -> Result<(), Error> + Send + Sync;
 type AttendsSpans = dyn Fn(&SpansStep<'_>) -> Result<SpanStates, Error> + Send + Sync;
+type ChecksGrid = dyn Fn() -> Result<Option<GridCheck>, Error> + Send + Sync;
 type MakesSteps = dyn Fn(&KvCache) -> Result<Box<dyn DeviceSteps>, Error> + Send + Sync;
 
 /// What a backend answered, to be changed.
@@ -48,6 +49,7 @@ pub struct FakeBackend {
     executes: Option<Box<Executes>>,
     attends_spans: Option<Box<AttendsSpans>>,
     makes_steps: Option<Box<MakesSteps>>,
+    checks_grid: Option<Box<ChecksGrid>>,
 }
 
 impl FakeBackend {
@@ -62,6 +64,7 @@ impl FakeBackend {
             executes: None,
             attends_spans: None,
             makes_steps: None,
+            checks_grid: None,
         }
     }
 
@@ -155,6 +158,16 @@ impl FakeBackend {
         self.makes_steps = Some(Box::new(makes));
         self
     }
+
+    /// Compares the device's own functions in another way.
+    #[must_use]
+    pub fn with_grid_check(
+        mut self,
+        checks: impl Fn() -> Result<Option<GridCheck>, Error> + Send + Sync + 'static,
+    ) -> Self {
+        self.checks_grid = Some(Box::new(checks));
+        self
+    }
 }
 
 impl DecodeAttention for FakeBackend {
@@ -164,6 +177,13 @@ impl DecodeAttention for FakeBackend {
 
     fn is_software(&self) -> bool {
         self.is_software
+    }
+
+    fn check_grid(&self) -> Result<Option<GridCheck>, Error> {
+        match &self.checks_grid {
+            Some(checks) => checks(),
+            None => self.inner.check_grid(),
+        }
     }
 
     fn supports(&self, problem: &Problem, format: KvFormat) -> Result<(), Unsupported> {
