@@ -5,7 +5,7 @@ use std::any::Any;
 use attn_core::{
     CacheAccess, CacheConfig, DecodeAttention, DecodeStep, DeviceInfo, DeviceSteps, Error,
     FirstTile, HostPages, KvCache, KvFormat, PageLayout, PageStore, Plan, Problem, SpanStates,
-    SpansStep, StepOutputs, TokenWrite, Unsupported, WideRows,
+    SpansStep, StepOutputs, TokenWrite, Unsupported, WideRows, grid::GridCheck,
 };
 
 type Refuses = dyn Fn(&Problem, KvFormat) -> Option<Unsupported> + Send + Sync;
@@ -13,6 +13,7 @@ type MakesCaches = dyn Fn(&CacheConfig) -> Result<KvCache, Error> + Send + Sync;
 type Executes =
     dyn Fn(&dyn DecodeAttention, &mut DecodeStep<'_>) -> Result<(), Error> + Send + Sync;
 type AttendsSpans = dyn Fn(&SpansStep<'_>) -> Result<SpanStates, Error> + Send + Sync;
+type ChecksGrid = dyn Fn() -> Result<Option<GridCheck>, Error> + Send + Sync;
 type MakesSteps = dyn Fn(&KvCache) -> Result<Box<dyn DeviceSteps>, Error> + Send + Sync;
 
 /// What a backend answered, to be changed.
@@ -48,6 +49,7 @@ pub struct FakeBackend {
     executes: Option<Box<Executes>>,
     attends_spans: Option<Box<AttendsSpans>>,
     makes_steps: Option<Box<MakesSteps>>,
+    checks_grid: Option<Box<ChecksGrid>>,
 }
 
 impl FakeBackend {
@@ -62,6 +64,7 @@ impl FakeBackend {
             executes: None,
             attends_spans: None,
             makes_steps: None,
+            checks_grid: None,
         }
     }
 
@@ -155,6 +158,16 @@ impl FakeBackend {
         self.makes_steps = Some(Box::new(makes));
         self
     }
+
+    /// Compares the device's own functions in another way.
+    #[must_use]
+    pub fn with_grid_check(
+        mut self,
+        checks: impl Fn() -> Result<Option<GridCheck>, Error> + Send + Sync + 'static,
+    ) -> Self {
+        self.checks_grid = Some(Box::new(checks));
+        self
+    }
 }
 
 impl DecodeAttention for FakeBackend {
@@ -164,6 +177,13 @@ impl DecodeAttention for FakeBackend {
 
     fn is_software(&self) -> bool {
         self.is_software
+    }
+
+    fn check_grid(&self) -> Result<Option<GridCheck>, Error> {
+        match &self.checks_grid {
+            Some(checks) => checks(),
+            None => self.inner.check_grid(),
+        }
     }
 
     fn supports(&self, problem: &Problem, format: KvFormat) -> Result<(), Unsupported> {
@@ -273,6 +293,7 @@ impl AppendCall<'_> {
 
 type Appends = dyn FnMut(&mut HostPages, &AppendCall<'_>) -> Result<(), Error> + Send + Sync;
 type Allows = dyn Fn(Call, usize) -> usize + Send + Sync;
+type AllowsCentres = dyn Fn(usize) -> bool + Send + Sync;
 type Notes = dyn Fn() + Send + Sync;
 
 /// Pages in host memory whose appends a test changes, whose writes it cuts short, or whose accesses it notes.
@@ -281,6 +302,7 @@ pub struct FakePages {
     pages: HostPages,
     appends: Box<Appends>,
     allows: Box<Allows>,
+    allows_centres: Box<AllowsCentres>,
     notes: Box<Notes>,
     is_hidden: bool,
 }
@@ -296,6 +318,7 @@ impl FakePages {
             pages: HostPages::new(config)?,
             appends: Box::new(|pages, call| call.write(pages, call.writes)),
             allows: Box::new(|_, count| count),
+            allows_centres: Box::new(|_| true),
             notes: Box::new(|| ()),
             is_hidden: false,
         })
@@ -322,6 +345,16 @@ impl FakePages {
         allows: impl Fn(Call, usize) -> usize + Send + Sync + 'static,
     ) -> Self {
         self.allows = Box::new(allows);
+        self
+    }
+
+    /// Asks `allows` at each call that replaces a sequence's centres of K in a layer whether it does so; else it fails with [`failure`].
+    #[must_use]
+    pub fn with_centres_limit(
+        mut self,
+        allows: impl Fn(usize) -> bool + Send + Sync + 'static,
+    ) -> Self {
+        self.allows_centres = Box::new(allows);
         self
     }
 
@@ -440,6 +473,14 @@ impl PageStore for FakePages {
         end
     }
 
+    fn tensor_scales(&self) -> Option<[&[f32]; 2]> {
+        self.pages.tensor_scales()
+    }
+
+    fn num_sequences(&self) -> Option<usize> {
+        self.pages.num_sequences()
+    }
+
     fn has_centres(&self) -> bool {
         self.pages.has_centres()
     }
@@ -470,6 +511,9 @@ impl PageStore for FakePages {
         sequence: usize,
         bytes: &[u8],
     ) -> Result<(), Error> {
+        if !(self.allows_centres)(layer) {
+            return Err(failure("writing centres"));
+        }
         self.pages.write_centres(access, layer, sequence, bytes)
     }
 

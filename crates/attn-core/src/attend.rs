@@ -86,7 +86,7 @@ impl<'a> Attend<'a> {
     ///
     /// # Errors
     /// [`Error::Layer`], [`Error::Sequence`]; those of [`CachedSequences::check_problem`]. With selected pages those of [`CacheLayer::selected`](crate::CacheLayer::selected), and
-    /// [`Error::Parameter`] for several query tokens of a sequence, shards, and score modifiers that have no meaning there.
+    /// [`Error::Length`] for other than one number for each sequence in a list, [`Error::Parameter`] for several query tokens of a sequence, shards, and score modifiers that have no meaning there.
     pub fn of_cache<'c>(&self, cache: &'c KvCache) -> Result<Attended<'c>, Error> {
         if let Some(pages) = self.pages {
             return self.of_pages(cache, pages);
@@ -127,6 +127,23 @@ impl<'a> Attend<'a> {
 
     /// Refuses what goes by a token's place in its sequence, or by the query head.
     fn check_selects(&self) -> Result<(), Error> {
+        let needed = self.sequences.len();
+        let shards = [
+            ("tokens_before", self.tokens_before),
+            ("tokens_after", self.tokens_after),
+        ];
+        let shards = shards.into_iter().filter(|(_, list)| !list.is_empty());
+        let lists = self.q_lens.map(|lens| ("q_lens", lens)).into_iter();
+        for (what, list) in lists.chain(shards) {
+            let given = list.len();
+            if given != needed {
+                return Err(Error::Length {
+                    what,
+                    given,
+                    needed,
+                });
+            }
+        }
         if let Some(q_len) = self.q_lens.and_then(|lens| lens.iter().find(|n| **n != 1)) {
             return refuse(
                 "q_lens with selected pages",

@@ -88,43 +88,13 @@ impl KvCache {
     /// Makes the page table for a backend's store; backends call this from `create_cache`.
     ///
     /// # Errors
-    /// Those of [`CacheConfig::check`] and [`process::check`]; [`Error::StoreMismatch`] if the store's layout, layers or number of pages differ from the config's; [`Error::OutOfMemory`].
+    /// Those of [`CacheConfig::check`] and [`process::check`]; [`Error::StoreMismatch`] if the store's layout, layers, number of pages, or what it says of its sequences and static
+    /// scales differ from the config's; [`Error::OutOfMemory`].
     pub fn new(config: CacheConfig, store: Box<dyn PageStore>) -> Result<Self, Error> {
         process::check()?;
         config.check()?;
         let layout = config.layout()?;
-        let differ = |what, config: String, store: String| {
-            Err(Error::StoreMismatch {
-                what,
-                config,
-                store,
-            })
-        };
-        let of_store = store.layout();
-        if of_store.format() != config.format {
-            let formats = [config.format, of_store.format()];
-            let [config, store] = formats.map(|format| format.to_string());
-            return differ("format", config, store);
-        }
-        if of_store.head_dim() != config.head_dim {
-            let dims = [config.head_dim, of_store.head_dim()];
-            let [config, store] = dims.map(|dim| dim.to_string());
-            return differ("head_dim", config, store);
-        }
-        for (what, of_config, of_store) in [
-            ("page_size", config.page_size, of_store.page_size()),
-            ("num_kv_heads", config.num_kv_heads, of_store.num_kv_heads()),
-            ("num_pages", config.num_pages, store.num_pages()),
-            ("layers", config.layers, store.layers()),
-        ] {
-            if of_store != of_config {
-                return differ(what, of_config.to_string(), of_store.to_string());
-            }
-        }
-        if config.centres != store.has_centres() {
-            let [config, store] = [config.centres, store.has_centres()].map(|has| has.to_string());
-            return differ("centres", config, store);
-        }
+        store::check_store(&config, &*store)?;
         let n = config.num_sequences;
         events::pool("allocated", &config, layout.page_bytes());
         Ok(KvCache {
@@ -183,7 +153,9 @@ impl KvCache {
     /// the sequence's last append can be queries, and the newest 64 or more. Other formats than those with a window have no such limit.
     ///
     /// # Errors
-    /// [`Error::Dropped`]; [`Error::ResidualQueries`]; [`Error::SeveralLayers`] for a cache of several layers, of which
+    /// [`Error::Batch`] for a problem of more sequences than the cache has; [`Error::Length`] for other [`Problem::q_lens`] than one of each sequence;
+    /// [`Error::Dropped`]; [`Error::ResidualQueries`]; [`Error::Parameter`] for other [`Problem::tokens_before`] than the keys of a cache with centres were written
+    /// with; [`Error::SeveralLayers`] for a cache of several layers, of which
     /// [`CacheLayer::check_queries`] takes one; [`Error::Step`] for a layer that lacks the tokens of an open step.
     pub fn check_queries(&self, problem: &Problem) -> Result<(), Error> {
         self.only_layer()?.check_queries(problem)
@@ -194,6 +166,7 @@ impl KvCache {
         let CacheConfig {
             format, page_size, ..
         } = self.config;
+        check_batch(problem, table)?;
         self.check_shards(problem, table)?;
         let lens = problem.q_lens.iter().zip(&table.lens).enumerate();
         for (b, (&q_len, &kv_len)) in lens.filter(|(_, (q_len, _))| **q_len > 0) {
@@ -247,7 +220,7 @@ impl KvCache {
     ///
     /// # Errors
     /// [`Error::Sequence`]; [`Error::NotEmpty`] for `to`; [`Error::Parameter`] if both are the same; [`Error::Step`] if `from` has tokens of an open step;
-    /// [`Error::Device`] if the device fails to copy centres of K.
+    /// [`Error::Device`] if the device fails to copy centres of K: `to` stays empty, and is no shard ([`KvCache::begin_shard`]) any more.
     pub fn fork(&mut self, from: usize, to: usize) -> Result<(), Error> {
         self.check_sequence(from)?;
         self.check_sequence(to)?;
@@ -331,6 +304,17 @@ fn first_fine_page(table: &PageTable, sequence: usize) -> usize {
         first if first <= table.first_residual_pages => 0,
         first => first,
     }
+}
+
+/// Refuses a problem of more sequences than the table lists, or without a number of query tokens for each.
+fn check_batch(problem: &Problem, table: &PageTable) -> Result<(), Error> {
+    if problem.batch() > table.lens.len() {
+        return Err(Error::Batch {
+            planned: problem.batch(),
+            given: table.lens.len(),
+        });
+    }
+    problem.check_q_lens()
 }
 
 /// Whether an entry of the table is a page of the pool.

@@ -382,7 +382,8 @@ pub fn export(
 }
 
 /// Values of pages, as [`KvCache::read_back`](crate::KvCache::read_back) gives them: K and V, each `[tokens, num_kv_heads, head_dim]` with its own head_dim, with residuals
-/// where the sequence's newest token reads them: those of the first tile, and of the window.
+/// where the sequence's newest token reads them: those of the first tile, and of the window. Pages do not say that they are a later shard's, whose first tile is read as
+/// any other: [`CacheLayer::dequantize`](crate::CacheLayer::dequantize) knows it.
 ///
 /// # Errors
 /// [`Error::Length`], [`Error::BadBytes`] for damaged pages; those of [`Scheme::check_scales`] for scales that no cache has; [`Error::OutOfMemory`].
@@ -394,14 +395,15 @@ pub fn dequantize(
     v_tensor_scales: &[f32],
 ) -> Result<[Vec<f32>; 2], Error> {
     let scales = [k_tensor_scales, v_tensor_scales];
-    dequantize_centred(layout, pages, tokens, scales, &[])
+    dequantize_centred(layout, pages, [tokens, 0], scales, &[])
 }
 
-/// [`dequantize`] of pages whose K lacks the centres of a sequence's layer, `[num_kv_heads, 2, head_dim]`; none of a cache without.
+/// [`dequantize`] of pages whose K lacks the centres of a sequence's layer, `[num_kv_heads, 2, head_dim]`; none of a cache without. Of a later shard, `before` tokens
+/// lie ahead in other shards.
 pub(crate) fn dequantize_centred(
     layout: &PageLayout,
     pages: &[Vec<u8>],
-    tokens: usize,
+    [tokens, before]: [usize; 2],
     scales: [&[f32]; 2],
     centres: &[bf16],
 ) -> Result<[Vec<f32>; 2], Error> {
@@ -423,7 +425,8 @@ pub(crate) fn dequantize_centred(
         let elements = tokens * heads * layout.head_dim().of(side);
         reserve("dequantized rows", &mut x, elements)?;
         for t in 0..tokens {
-            let is_fine = layout.part(side).scheme.reads_fine(t / TILE, newest, 0);
+            let scheme = layout.part(side).scheme;
+            let is_fine = scheme.reads_fine(t / TILE, newest, before);
             let at = t;
             let (page, t) = (t / page_size, t % page_size);
             let residuals = held.residual_of(page).filter(|_| is_fine);

@@ -258,6 +258,14 @@ impl PageStore for HostPages {
         Ok(())
     }
 
+    fn tensor_scales(&self) -> Option<[&[f32]; 2]> {
+        Some([&self.config.k_tensor_scales, &self.config.v_tensor_scales])
+    }
+
+    fn num_sequences(&self) -> Option<usize> {
+        Some(self.config.num_sequences)
+    }
+
     fn has_centres(&self) -> bool {
         self.config.centres
     }
@@ -472,6 +480,14 @@ impl<T: HostStore> PageStore for T {
         bytes: &[u8],
     ) -> Result<(), Error> {
         HostStore::write_pages(self, access, layer, pages, bytes)
+    }
+
+    fn tensor_scales(&self) -> Option<[&[f32]; 2]> {
+        self.pages().tensor_scales()
+    }
+
+    fn num_sequences(&self) -> Option<usize> {
+        self.pages().num_sequences()
     }
 
     fn has_centres(&self) -> bool {

@@ -2,14 +2,20 @@
 
 use std::{any::Any, fmt, sync::Arc};
 
-use crate::{error::Error, events, format::KvFormat, problem::Problem, process};
+use crate::{
+    error::Error,
+    events,
+    format::KvFormat,
+    problem::{MAX_TOKENS, Problem},
+    process,
+};
 
 /// The plans that are kept for the calls that come: those of decoding, of drafts, of a prompt's pieces.
 pub const KEPT_PLANS: usize = 8;
 
 impl Problem {
     /// The problem to plan for where plans are kept while sequences grow: its sequences are all as long as its longest one, and an eighth more at most, so that
-    /// few plans serve all lengths. Of shards ([`Problem::tokens_after`]), whose following tokens differ from step to step, it is the problem itself.
+    /// few plans serve all lengths; one with tokens ahead ([`Problem::tokens_before`]) no longer than these leave room for. Of shards ([`Problem::tokens_after`]), whose following tokens differ from step to step, it is the problem itself.
     ///
     /// ```
     /// use attn_core::{Heads, Problem};
@@ -21,8 +27,11 @@ impl Problem {
     pub fn to_plan(&self) -> Problem {
         let mut planned = self.clone();
         if self.tokens_after.is_empty() {
-            let longest = self.kv_lens.iter().copied().max().unwrap_or(0);
-            planned.kv_lens = vec![planned_len(longest); self.batch()];
+            let longest = planned_len(self.kv_lens.iter().copied().max().unwrap_or(0));
+            for (b, len) in planned.kv_lens.iter_mut().enumerate() {
+                let room = MAX_TOKENS.saturating_sub(self.before(b));
+                *len = longest.min(room).max(*len);
+            }
         }
         planned
     }
@@ -121,6 +130,27 @@ mod tests {
             last = planned;
         }
         assert!(plans < 120, "{plans}");
+    }
+
+    /// Kills lengths that the tokens ahead leave no room for.
+    #[test]
+    fn a_last_shard_is_planned_no_longer_than_a_sequence_may_be() {
+        let heads = Heads::new(1, 1, 64);
+        for (lens, before, planned) in [
+            (vec![67_584], vec![980_992], vec![67_584]),
+            (
+                vec![600_000, 1000],
+                vec![0, 524_288],
+                vec![655_360, 524_288],
+            ),
+            (vec![1000], vec![2048], vec![1024]),
+        ] {
+            let shard = Problem::new(heads, lens).tokens_before(before);
+            shard.check().unwrap();
+            let plan = shard.to_plan();
+            plan.check().unwrap();
+            assert_eq!(plan.kv_lens, planned);
+        }
     }
 
     #[test]

@@ -376,13 +376,7 @@ impl Problem {
     /// [`Error::Parameter`] naming the parameter and what is allowed; [`Error::Length`] for the slopes and the sinks.
     pub fn check(&self) -> Result<(), Error> {
         self.heads().check()?;
-        if self.q_lens.len() != self.batch() {
-            return Err(Error::Length {
-                what: "q_lens",
-                given: self.q_lens.len(),
-                needed: self.batch(),
-            });
-        }
+        self.check_q_lens()?;
         for (what, lens) in [("q_len", &self.q_lens), ("kv_len", &self.kv_lens)] {
             if let Some(len) = lens.iter().find(|&&len| len > MAX_TOKENS) {
                 return refuse(what, *len, "0 to 1048576");
@@ -398,6 +392,18 @@ impl Problem {
             );
         }
         self.scores.check(self.num_q_heads)
+    }
+
+    /// Refuses other numbers of query tokens than one for each sequence.
+    pub(crate) fn check_q_lens(&self) -> Result<(), Error> {
+        if self.q_lens.len() == self.batch() {
+            return Ok(());
+        }
+        Err(Error::Length {
+            what: "q_lens",
+            given: self.q_lens.len(),
+            needed: self.batch(),
+        })
     }
 
     fn check_other_shards(&self) -> Result<(), Error> {

@@ -299,12 +299,12 @@ impl CpuBackend {
     }
 
     /// Writes tokens into pages of the caller's, each to its slot (page · page_size + token of the page; a negative one is nowhere): what a step over
-    /// [`KvSource::Pool`](attn_core::KvSource::Pool) reads. The bytes are those of a cache without centres of K. `pool` is whole pages, side by side; `k` and `v` are
+    /// [`KvSource::Pool`](attn_core::KvSource::Pool) reads. The bytes are those of a cache without centres of K. `pool` is whole pages, [`PoolPages::stride`] bytes apart; `k` and `v` are
     /// `[tokens, num_kv_heads, head_dim]`, in f32, f16 or bf16. Of tokens with the same slot, the last one stays.
     ///
     /// With `centres`, the pages are those of [`PoolPages::with_centres`](attn_core::PoolPages::with_centres), and the bytes those of a cache with centres, in whatever calls the
-    /// tokens come: a sequence's token 0 makes its first centre, and a call with its token 64 makes the second, of what the page stores of the 64 tokens
-    /// before. Of tokens with the same slot, those at position 64 and behind stay.
+    /// tokens come: a sequence's token 0 makes its first centre, and a call with its token 63 makes the second, of what the page stores of its first 64
+    /// tokens. Of tokens with the same slot, those at position 64 and behind stay.
     ///
     /// # Errors
     /// Those of [`SlotAppend::new`]: the pool is then as it was.

@@ -222,11 +222,15 @@ pub(crate) unsafe fn scores_of_lanes<D: Dot, const R: usize, const NIBBLES: bool
     }
 }
 
+/// Most dims of a group whose sums of products with 8-bit codes are exact in f32 while a bias is in them. Without it those of all dims are: 127² · 576 < 2^24.
+const EXACT_BIASED_DIMS: usize = (1 << 24) / (127 * 255);
+
 /// Where the scores of `R` rows go, and what makes them of sums. Numbers of rows stay in memory: an operation repeats one for all lanes at no cost,
 /// and a vector of it would take a register, or a load of a whole line.
 struct Scores<const R: usize> {
-    /// `Q_g`, `[row][MAX_GROUPS]`, and what is added to the sums for each of it.
+    /// `Q_g`, `[row][MAX_GROUPS]`; what is taken out of the sums for each of it as integers, and what is added to the sums as floats.
     q_sums: *const f32,
+    integer_bias: i32,
     bias: f32,
     /// `ρ`, `[row]`.
     ratio: *const f32,
@@ -236,9 +240,12 @@ struct Scores<const R: usize> {
 impl<const R: usize> Scores<R> {
     #[inline(always)]
     fn of<D: Dot>(_: D, tile: &Tile, rows: &mut QueryRows, row: usize) -> Self {
+        let is_exact = tile.k_nibbles || tile.k_groups.dims() <= EXACT_BIASED_DIMS;
+        let integer_bias = if is_exact { 0 } else { D::K_BIAS };
         Scores {
             q_sums: rows.q_sums.as_slice()[row * MAX_GROUPS..][..R * MAX_GROUPS].as_ptr(),
-            bias: -tile.k_code.bias(D::K_BIAS),
+            integer_bias,
+            bias: -tile.k_code.bias(D::K_BIAS - integer_bias),
             ratio: rows.ratio.as_slice()[row..][..R].as_ptr(),
             out: rows.scores.as_mut_slice()[row * TILE..][..R * TILE].as_mut_ptr(),
         }
@@ -258,6 +265,14 @@ impl<const R: usize> Scores<R> {
         sums: &[S::I; R],
         a: &mut [S::F; R],
     ) {
+        let mut sums = *sums;
+        if self.integer_bias != 0 {
+            for r in 0..R {
+                // SAFETY: group g < MAX_GROUPS of row r.
+                let q_sum = unsafe { *self.q_sums.add(r * MAX_GROUPS + g) } as i32;
+                sums[r] = s.i_sub(sums[r], s.i_splat(q_sum * self.integer_bias));
+            }
+        }
         // SAFETY: the caller's contract; k_groups ≤ MAX_GROUPS.
         let scale = unsafe { s.load(tile.k_scale[g].as_ptr().add(t)) };
         for r in 0..R {

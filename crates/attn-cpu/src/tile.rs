@@ -65,7 +65,7 @@ impl Code {
     }
 
     /// What has to be taken out of a sum of products for each integer that met a code, if `byte` was added to 8-bit codes. The
-    /// difference is exact in f32: less than 2^23 halves.
+    /// difference is exact in f32: less than 2^24, and of half steps, whose groups have 512 dims at most, less than 2^24 halves.
     #[inline(always)]
     pub fn bias(self, byte: i32) -> f32 {
         match self {

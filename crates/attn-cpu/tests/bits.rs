@@ -331,3 +331,34 @@ fn bits_equal_reference_where_scores_leave_the_grid() {
         }
     }
 }
+
+/// Sums of products over all dims of a wide head: keys of one sign and queries of nearly one size, whose sums end near those of the largest codes. Scores
+/// are so far from the grid that the last bit of a sum shows.
+#[test]
+fn bits_equal_reference_where_sums_of_wide_heads_are_largest() {
+    for dim in [512, 576] {
+        let mut next = noise(31);
+        // Few rows read the cache in place, many rows unpacked codes.
+        for q_heads in [3, 17] {
+            let mut problem = Problem::new(Heads::new(q_heads, 1, dim), vec![150, 1]);
+            problem.scores.softmax_scale = Some(40.0);
+            let kv = problem.kv_lens.iter().map(|len| {
+                let k = (0..len * dim).map(|i| [7.5, -7.5, 7.0][i / dim % 3]);
+                [k.collect(), (0..len * dim).map(|_| next()).collect()]
+            });
+            let kv = kv.collect();
+            let mut element = |i: usize| [1.0, -1.0][i / dim % 2] * (0.98 + next() / 150.0);
+            let q = (0..problem.rows() * dim).map(&mut element).collect();
+            let inputs = Inputs { kv, q };
+            for scheme in Scheme::ALL.into_iter().filter(|scheme| scheme.is_integer()) {
+                let format = KvFormat::same(scheme);
+                if format.check(dim).is_ok() {
+                    let cache = cached(&problem, format, 64, &inputs);
+                    let kv = KvSource::Cache(&cache);
+                    let what = format!("{q_heads} heads of {dim}");
+                    compare(&problem, format, &inputs.q, kv, &[2], &what);
+                }
+            }
+        }
+    }
+}

@@ -2,6 +2,7 @@
 
 use std::{env, ffi::OsString, fmt, str::FromStr};
 
+use attn_core::grid::GridCheck;
 #[cfg(feature = "cuda-unversioned")]
 use attn_cuda::{CudaBackend, Options};
 
@@ -181,7 +182,8 @@ impl Device {
     }
 }
 
-/// A device is its backend.
+/// A device is its backend: it hands on every call, so that no provided method answers in the backend's place.
+#[deny(clippy::missing_trait_methods)]
 impl DecodeAttention for Device {
     fn device(&self) -> &DeviceInfo {
         self.backend().device()
@@ -189,6 +191,10 @@ impl DecodeAttention for Device {
 
     fn is_software(&self) -> bool {
         self.backend().is_software()
+    }
+
+    fn check_grid(&self) -> Result<Option<GridCheck>, Error> {
+        self.backend().check_grid()
     }
 
     fn supports(&self, problem: &Problem, format: KvFormat) -> Result<(), Unsupported> {
@@ -205,6 +211,10 @@ impl DecodeAttention for Device {
 
     fn execute(&self, step: &mut DecodeStep<'_>) -> Result<(), Error> {
         self.backend().execute(step)
+    }
+
+    fn decode(&self, step: &mut DecodeStep<'_>) -> Result<(), Error> {
+        self.backend().decode(step)
     }
 
     fn attend_spans(&self, step: &SpansStep<'_>) -> Result<SpanStates, Error> {
@@ -265,7 +275,21 @@ pub(crate) fn best(
 
 #[cfg(test)]
 mod tests {
+    use attn_conformance::fake::FakeBackend;
+
     use super::*;
+
+    /// Kills a device that answers by a provided method, which knows nothing of the backend.
+    #[test]
+    fn a_device_compares_its_own_functions_as_its_backend_does() {
+        let checked = GridCheck::of(&[], &[]);
+        let backend = FakeBackend::idle("fake").with_grid_check(move || Ok(Some(checked)));
+        let device = Device {
+            name: BackendId::Cpu.into(),
+            backend: Opened::Any(Box::new(backend)),
+        };
+        assert_eq!(device.check_grid().unwrap(), Some(checked));
+    }
 
     #[test]
     fn names_of_devices_are_read_or_refused_and_never_ignored() {

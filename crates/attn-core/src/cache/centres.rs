@@ -62,22 +62,28 @@ fn first_tile(store: &dyn PageStore, table: &PageTable, sequence: usize) -> Firs
 }
 
 impl KvCache {
-    /// Copies the centres of one sequence to another, in all layers.
+    /// Copies the centres of one sequence to another, which is empty, in all layers. If the device fails, the other is no shard any more, as its centres may be
+    /// of two.
     pub(super) fn copy_centres(&mut self, from: usize, to: usize) -> Result<(), Error> {
         let mut bytes = filled("centres of K", self.config.centres_bytes(), 0)?;
         for layer in 0..self.layers_with_centres() {
             let access = CacheAccess::here()?;
             self.store.read_centres(&access, layer, from, &mut bytes)?;
+            self.table.tokens_before[to] = 0;
             self.store.write_centres(&access, layer, to, &bytes)?;
         }
         Ok(())
     }
 
-    /// Copies the centres of all sequences of another cache of the same description.
+    /// Copies the centres of all sequences of another cache of the same description. Those of this cache are no shards any more.
     pub(super) fn copy_all_centres(&mut self, other: &KvCache) -> Result<(), Error> {
         let mut bytes = filled("centres of K", self.config.centres_bytes(), 0)?;
+        self.table.tokens_before.fill(0);
         for layer in 0..self.layers_with_centres() {
-            let held = |sequence: &usize| other.table.lens[*sequence] > 0;
+            // A shard has centres before it has tokens.
+            let held = |sequence: &usize| {
+                other.table.tokens_before[*sequence] + other.table.lens[*sequence] > 0
+            };
             for sequence in (0..self.config.num_sequences).filter(held) {
                 let access = CacheAccess::here()?;
                 other
@@ -116,12 +122,13 @@ impl KvCache {
         Ok(elements.iter().map(|x| bf16::from_le_bytes(*x)).collect())
     }
 
-    /// Writes a sequence's centres in all layers.
+    /// Writes an empty sequence's centres in all layers. If the device fails, the sequence is no shard any more, as its centres may be of two.
     pub(super) fn write_all_centres(&mut self, sequence: usize, bytes: &[u8]) -> Result<(), Error> {
         let each = self.config.centres_bytes();
         let layers = (0..self.layers_with_centres()).zip(bytes.chunks_exact(each.max(1)));
         for (layer, bytes) in layers {
             let access = CacheAccess::here()?;
+            self.table.tokens_before[sequence] = 0;
             self.store.write_centres(&access, layer, sequence, bytes)?;
         }
         Ok(())
@@ -177,7 +184,8 @@ impl KvCache {
     ///
     /// # Errors
     /// [`Error::Sequence`]; [`Error::NotEmpty`]; [`Error::Parameter`] for tokens before that are not those of whole spans, or as many as a sequence has at most, and
-    /// for centres that no cache writes; [`Error::Length`] for other centres than the cache's; [`Error::Device`]. Nothing is changed then.
+    /// for centres that no cache writes; [`Error::Length`] for other centres than the cache's. Nothing is changed then. [`Error::Device`], and a sequence that was a
+    /// shard before is none any more.
     pub fn begin_shard(
         &mut self,
         sequence: usize,

@@ -50,25 +50,23 @@ impl KvCache {
         table.residual_pages[sequence].splice(first..first, taken.into_iter().rev());
     }
 
-    /// Takes the pages at checkpoints of some of a sequence's home pages out of its list, and moves those behind them by as many pages, where checkpoints lie
-    /// there, too. Gives those that the sequence has no longer.
+    /// Takes the pages at checkpoints of some of a sequence's home pages out of its list, and moves those behind them by as many pages, if these are a multiple of
+    /// the checkpoints' distance, so that checkpoints lie there, too; else takes them out as well. Gives those that the sequence has no longer.
     pub(super) fn drop_checkpoints(
         &mut self,
         sequence: usize,
         homes: std::ops::Range<usize>,
     ) -> Vec<u32> {
-        let (config, mut dropped) = (&self.config, Vec::new());
+        let tokens = homes.len() * self.config.page_size;
+        let (are_moved, mut dropped) = (tokens.is_multiple_of(self.config.checkpoints), Vec::new());
         self.table.checkpoint_pages[sequence].retain_mut(|kept| {
             if kept.home < homes.start {
                 return true;
             }
-            let is_behind = kept.home >= homes.end;
-            if is_behind {
-                kept.home -= homes.len();
-            }
-            let stays = is_behind && config.keeps_at_checkpoint(kept.home);
-            if !stays {
-                dropped.push(kept.page);
+            let stays = kept.home >= homes.end && are_moved;
+            match stays {
+                true => kept.home -= homes.len(),
+                false => dropped.push(kept.page),
             }
             stays
         });

@@ -12,7 +12,8 @@ impl KvCache {
     ///
     /// # Errors
     /// [`Error::Parameter`] if this cache holds tokens, or was created from another description than the other's [`KvCache::config`]; [`Error::Step`] while
-    /// a step of the other is open; [`Error::OutOfMemory`], [`Error::Device`]. This cache holds no token then.
+    /// a step of the other is open; [`Error::OutOfMemory`], [`Error::Device`]. This cache holds no token then, and after a failure of the device no shard that was begun
+    /// ([`KvCache::begin_shard`]).
     ///
     /// ```
     /// # use attn_core::{CacheConfig, Heads, HostPages, KvCache, KvFormat};

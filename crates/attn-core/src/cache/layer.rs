@@ -105,7 +105,7 @@ impl<'a> CacheLayer<'a> {
     /// Refuses what [`KvCache::check_queries`] does, and a layer that lacks the tokens of the open step.
     ///
     /// # Errors
-    /// [`Error::Step`], [`Error::Dropped`], [`Error::ResidualQueries`].
+    /// [`Error::Step`]; those of [`KvCache::check_queries`] but [`Error::SeveralLayers`].
     pub fn check_queries(self, problem: &Problem) -> Result<(), Error> {
         self.check_queries_of(problem, self.table())
     }
@@ -135,7 +135,7 @@ impl<'a> CacheLayer<'a> {
         dequantize_centred(
             &cache.layout,
             &pages,
-            tokens,
+            [tokens, cache.table.tokens_before[sequence]],
             self.tensor_scales(),
             &centres,
         )

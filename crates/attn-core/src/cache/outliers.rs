@@ -64,10 +64,11 @@ impl KvCache {
         self.key_outliers().is_some_and(|ratio| ratio > MOST)
     }
 
-    /// Whether [`KvCache::look_at_keys`] would read a layer's pages: for who orders what it enqueued ahead of that.
+    /// Whether [`KvCache::look_at_keys`] would read a layer's pages: for who orders what it enqueued ahead of that. Of a layer that the cache lacks there are none.
     #[must_use]
     pub fn keys_are_due(&self, layer: usize) -> bool {
-        self.config.format.k.code_bits() < 16
+        layer < self.config.layers
+            && self.config.format.k.code_bits() < 16
             && self.store.can_wait()
             && self.sequence_to_look_at(layer).is_some()
     }
@@ -80,8 +81,9 @@ impl KvCache {
     /// Looks at the newest whole tile of a sequence whose layer was just written, where it is due. Appends of rows in host memory do it by themselves.
     ///
     /// # Errors
-    /// [`Error::Device`], [`Error::OutOfMemory`]; [`Error::BadBytes`] for pages that no append wrote.
+    /// [`Error::Layer`]; [`Error::Device`], [`Error::OutOfMemory`]; [`Error::BadBytes`] for pages that no append wrote.
     pub fn look_at_keys(&mut self, layer: usize) -> Result<(), Error> {
+        self.check_layer(layer)?;
         let Some(sequence) = self
             .sequence_to_look_at(layer)
             .filter(|_| self.keys_are_due(layer))

@@ -3,7 +3,8 @@
 use std::any::Any;
 
 use crate::{
-    error::{Error, refuse},
+    cache_config::CacheConfig,
+    error::{Error, Given, refuse},
     layout::{PAGE_SIZES, PageLayout},
     process,
     segments::TILE,
@@ -132,6 +133,14 @@ pub trait PageStore: Send + Sync {
     ) -> Result<(), Error> {
         self.write_pages(access, layer, &[page], bytes)
     }
+    /// The static scales of K and of V per layer and KV head that codes are written with, as [`CacheConfig`] has them; `None` from a store that does not say.
+    fn tensor_scales(&self) -> Option<[&[f32]; 2]> {
+        None
+    }
+    /// Number of sequences that the store keeps centres of K for; `None` from a store that does not say.
+    fn num_sequences(&self) -> Option<usize> {
+        None
+    }
     /// Whether the store keeps centres of K for each sequence ([`centres`](crate::centres)), `[num_kv_heads, 2, head_dim]` in bf16; not unless it says so.
     fn has_centres(&self) -> bool {
         false
@@ -209,4 +218,46 @@ pub trait PageStore: Send + Sync {
 
 fn no_centres() -> Result<(), Error> {
     refuse("centres of K", "a call for them", "stores that keep some")
+}
+
+/// Refuses a store that was made from another description than the cache's.
+pub(super) fn check_store(config: &CacheConfig, store: &dyn PageStore) -> Result<(), Error> {
+    fn same<T: PartialEq + ToString>(what: &'static str, both: [T; 2]) -> Result<(), Error> {
+        let [config, store] = &both;
+        if config == store {
+            return Ok(());
+        }
+        let [config, store] = both.map(|value| value.to_string());
+        Err(Error::StoreMismatch {
+            what,
+            config,
+            store,
+        })
+    }
+    let layout = store.layout();
+    same("format", [config.format, layout.format()])?;
+    same("head_dim", [config.head_dim, layout.head_dim()])?;
+    for (what, of_config, of_store) in [
+        ("page_size", config.page_size, layout.page_size()),
+        ("num_kv_heads", config.num_kv_heads, layout.num_kv_heads()),
+        ("num_pages", config.num_pages, store.num_pages()),
+        ("layers", config.layers, store.layers()),
+    ] {
+        same(what, [of_config, of_store])?;
+    }
+    same("centres", [config.centres, store.has_centres()])?;
+    if let Some(sequences) = store.num_sequences().filter(|_| config.centres) {
+        same("num_sequences", [config.num_sequences, sequences])?;
+    }
+    let [k, v] = store.tensor_scales().unwrap_or_default();
+    let k = ("k_tensor_scales", &config.k_tensor_scales, k);
+    for (what, of_config, of_store) in [k, ("v_tensor_scales", &config.v_tensor_scales, v)] {
+        if let Some(i) = of_config.iter().zip(of_store).position(|(a, b)| a != b) {
+            let heads = config.num_kv_heads.max(1);
+            let at = format!("for head {} of layer {}", i % heads, i / heads);
+            let texts = [of_config[i], of_store[i]].map(|x| format!("{} {at}", Given::from(x)));
+            same(what, texts)?;
+        }
+    }
+    Ok(())
 }

@@ -174,7 +174,7 @@ impl KvCache {
     /// # Errors
     /// [`Error::Sequence`]; [`Error::NotEmpty`]; [`Error::ImageMismatch`] for the image of another kind of cache, by
     /// format, shape or tensor scales; [`Error::CacheFull`]; [`Error::BadBytes`] for values that no quantizer writes; [`Error::Device`]. The
-    /// sequences are unchanged then.
+    /// sequences are unchanged then, but that a shard without tokens ([`KvCache::begin_shard`]) is none any more where the device fails to write centres.
     pub fn restore(&mut self, sequence: usize, image: &SequenceImage<'_>) -> Result<(), Error> {
         self.check_restore(sequence)?;
         let description = image.description();

@@ -263,10 +263,16 @@ fn finite(what: &'static str, x: f32) -> Result<f16, Error> {
     }
 }
 
+/// Refuses a row before any of it is written if f16 does not hold the step of some group.
+fn check_steps(x: &[f32], step: impl Fn(&[f32]) -> f32) -> Result<(), Error> {
+    x.chunks_exact(GROUP)
+        .try_for_each(|x| finite("d", step(x)).map(drop))
+}
+
 /// Quantizes one row of `x.len()` dims in `groups` groups as FBGEMM does.
 ///
 /// # Errors
-/// [`Error::NotFinite`], [`Error::Length`]; [`Error::Parameter`] for group counts and magnitudes outside the format.
+/// [`Error::NotFinite`], [`Error::Length`]; [`Error::Parameter`] for group counts and magnitudes outside the format. Nothing is written then.
 pub fn fbgemm_int4_row(x: &[f32], groups: u8, row: &mut [u8]) -> Result<(), Error> {
     HeadDim::same(x.len()).check()?;
     let format = RowFormat::FbgemmInt4(groups);
@@ -299,13 +305,14 @@ pub fn fbgemm_int4_row(x: &[f32], groups: u8, row: &mut [u8]) -> Result<(), Erro
 /// Quantizes one row as llama.cpp's `q8_0` reference does; where its `1/d` overflows, codes saturate here.
 ///
 /// # Errors
-/// [`Error::NotFinite`], [`Error::Length`]; [`Error::Parameter`] for magnitudes beyond the format.
+/// [`Error::NotFinite`], [`Error::Length`]; [`Error::Parameter`] for magnitudes beyond the format. Nothing is written then.
 pub fn q8_0_row(x: &[f32], row: &mut [u8]) -> Result<(), Error> {
     check_groups(x)?;
     check_row(x, row, RowFormat::Q8_0.row_bytes(x.len()))?;
+    let step = |x: &[f32]| x.iter().fold(0.0f32, |a, v| a.max(v.abs())) / 127.0;
+    check_steps(x, step)?;
     for (x, row) in x.chunks_exact(GROUP).zip(row.chunks_exact_mut(2 + GROUP)) {
-        let amax = x.iter().fold(0.0f32, |a, v| a.max(v.abs()));
-        let d = amax / 127.0;
+        let d = step(x);
         let inverse = if d == 0.0 { 0.0 } else { 1.0 / d };
         row[..2].copy_from_slice(&finite("d", d)?.to_le_bytes());
         for (byte, x) in row[2..].iter_mut().zip(x) {
@@ -318,18 +325,18 @@ pub fn q8_0_row(x: &[f32], row: &mut [u8]) -> Result<(), Error> {
 /// Quantizes one row as llama.cpp's `q4_0` reference does.
 ///
 /// # Errors
-/// [`Error::NotFinite`], [`Error::Length`]; [`Error::Parameter`] for magnitudes beyond the format.
+/// [`Error::NotFinite`], [`Error::Length`]; [`Error::Parameter`] for magnitudes beyond the format. Nothing is written then.
 pub fn q4_0_row(x: &[f32], row: &mut [u8]) -> Result<(), Error> {
     check_groups(x)?;
     check_row(x, row, RowFormat::Q4_0.row_bytes(x.len()))?;
+    let largest = |m: f32, v: &f32| if v.abs() > m.abs() { *v } else { m };
+    let step = |x: &[f32]| x.iter().fold(0.0f32, largest) / -8.0;
+    check_steps(x, step)?;
     for (x, row) in x
         .chunks_exact(GROUP)
         .zip(row.chunks_exact_mut(2 + GROUP / 2))
     {
-        let most = x
-            .iter()
-            .fold(0.0f32, |m, &v| if v.abs() > m.abs() { v } else { m });
-        let d = most / -8.0;
+        let d = step(x);
         let inverse = if d == 0.0 { 0.0 } else { 1.0 / d };
         row[..2].copy_from_slice(&finite("d", d)?.to_le_bytes());
         let code = |x: f32| ((x * inverse + 8.5) as i8).clamp(0, 15) as u8;

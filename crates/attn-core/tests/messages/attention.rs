@@ -43,6 +43,10 @@ pub fn attention() -> Vec<Refusal> {
             attend(&cache, &problem(&[100, 0, 0, 0]), "int8", 0.5),
         ),
         (
+            "a check of the queries of more sequences than the cache has",
+            cache.check_queries(&problem(&[100, 0, 0, 0])).unwrap_err(),
+        ),
+        (
             "a plan for one sequence, and two that are chosen",
             chosen.check_problem(&problem(&[100])).unwrap_err(),
         ),

@@ -35,10 +35,16 @@ pub fn backends() -> Vec<Refusal> {
         .collect();
     let all: Vec<_> = Unsupported::VARIANTS.iter().map(|row| row.0).collect();
     assert_eq!(names, all, "an example for each variant of Unsupported");
+    let (mut fp8, of_ones) = (config("fp8"), HostPages::new(&config("fp8")).unwrap());
+    fp8.v_tensor_scales[0] = 0.5;
     let mut list = vec![
         (
             "a store of another format than the config's",
             KvCache::new(config("int8"), Box::new(store)).err().unwrap(),
+        ),
+        (
+            "a store of other static scales than the config's",
+            KvCache::new(fp8, Box::new(of_ones)).err().unwrap(),
         ),
         (
             "a cache of another backend",

@@ -5,10 +5,10 @@ use std::sync::{
     atomic::{AtomicBool, Ordering},
 };
 
-use attn_conformance::fake::limited;
+use attn_conformance::fake::{FakePages, limited};
 use attn_core::{
-    Append, CacheConfig, ElementIndex, Error, Heads, HostPages, KvCache, KvFormat, Scheme,
-    internals::order_free_pages,
+    Append, CacheConfig, ElementIndex, Error, Heads, HostPages, KvCache, KvFormat, PageStore,
+    Scheme, internals::order_free_pages,
 };
 use rstest::rstest;
 
@@ -306,18 +306,47 @@ fn numbers_that_no_cache_has_are_refused_before_memory_is_asked_for() {
 
 #[test]
 fn a_store_of_other_pages_than_the_configs_is_refused() {
-    let config = config(KvFormat::INT8, 4);
+    let mut config = config(KvFormat::INT8, 4);
+    config.centres = true;
     type Spoil = fn(&mut CacheConfig);
-    let others: [(Spoil, &str); 3] = [
+    let others: [(Spoil, &str); 5] = [
         (|c| c.num_pages = 3, "num_pages"),
         (|c| c.page_size = 32, "page_size"),
-        (|c| c.format = KvFormat::same(Scheme::F16), "format"),
+        (|c| c.format = KvFormat::INT8_INT4, "format"),
+        (|c| c.num_sequences -= 1, "num_sequences"),
+        (|c| c.num_sequences += 1, "num_sequences"),
     ];
     for (spoil, name) in others {
         let mut other = config.clone();
         spoil(&mut other);
-        let store = HostPages::new(&other).unwrap();
-        let error = KvCache::new(config.clone(), Box::new(store)).err();
+        refuses_store(&config, &other, name);
+    }
+}
+
+/// Kills stores that write codes of other scales than attention reads them with.
+#[test]
+fn a_store_of_other_static_scales_than_the_configs_is_refused() {
+    let mut config = config(KvFormat::same(Scheme::Fp8E4m3), 4);
+    config.k_tensor_scales = vec![0.5; config.num_kv_heads];
+    config.v_tensor_scales = vec![2.0; config.num_kv_heads];
+    let mut other = config.clone();
+    other.k_tensor_scales[0] = 0.25;
+    refuses_store(&config, &other, "k_tensor_scales");
+    let mut other = config.clone();
+    other.v_tensor_scales[0] = 0.25;
+    refuses_store(&config, &other, "v_tensor_scales");
+    let store = HostPages::new(&config).unwrap();
+    KvCache::new(config, Box::new(store)).unwrap();
+}
+
+/// Asserts that a store of another description is refused for what differs, behind a [`HostStore`](attn_core::HostStore), too.
+fn refuses_store(config: &CacheConfig, other: &CacheConfig, name: &str) {
+    let stores: [Box<dyn PageStore>; 2] = [
+        Box::new(HostPages::new(other).unwrap()),
+        Box::new(FakePages::new(other).unwrap()),
+    ];
+    for store in stores {
+        let error = KvCache::new(config.clone(), store).err();
         assert!(
             matches!(error, Some(Error::StoreMismatch { what, .. }) if what == name),
             "{name}: {error:?}"

@@ -1,6 +1,11 @@
 //! Caches that take centres off their keys (`docs/arithmetic.md`, section 12): what they store, and what forks, truncation, images and steps do with centres.
 
-use attn_conformance::noise::uniform;
+use std::sync::{
+    Arc,
+    atomic::{AtomicBool, Ordering},
+};
+
+use attn_conformance::{fake::FakePages, noise::uniform};
 use attn_core::{
     Append, CacheConfig, Error, HeadDim, Heads, HostPages, KvCache, KvFormat, Problem,
     SequenceImage, centres::to_centre, rotation::rotate_stored,
@@ -272,13 +277,12 @@ fn later_shards_store_what_one_cache_stores(#[values("int8", "int8/int4", "int4"
     for tokens in [[1024, 1030], [1030, 1087], [1087, 1300]] {
         append(&mut later, 2, &all, tokens);
     }
-    // Without the tiles of int4 that either of the two reads with residuals.
-    let from = if format == "int4" { 64 } else { 0 };
-    let keys = |cache: &KvCache, sequence: usize, first: usize| {
-        let [k, _] = cache.layer(0).unwrap().dequantize(sequence).unwrap();
-        k[(first + from) * ROW..(first + 192) * ROW].to_vec()
+    // All tiles but those that the newest token reads with residuals: of a later shard its first one, too.
+    let rows = |cache: &KvCache, sequence: usize, first: usize| {
+        let both = cache.layer(0).unwrap().dequantize(sequence).unwrap();
+        both.map(|rows| rows[first * ROW..(first + 192) * ROW].to_vec())
     };
-    assert!(keys(&later, 2, 0) == keys(&whole, 0, 1024));
+    assert!(rows(&later, 2, 0) == rows(&whole, 0, 1024));
 
     let image = later.image(2).unwrap();
     assert_eq!(image.tokens_before(), 1024);
@@ -291,6 +295,79 @@ fn later_shards_store_what_one_cache_stores(#[values("int8", "int8/int4", "int4"
     }
     restored.free_sequence(0).unwrap();
     assert_eq!(restored.table().tokens_before, [0, 1024, 0]);
+}
+
+/// Kills copies that leave out the centres of a sequence without tokens, which a begun shard has.
+#[rstest]
+fn a_copy_of_a_begun_shard_goes_on_as_the_shard_does(#[values(false, true)] is_emptied: bool) {
+    let (config, all) = (shards("int8"), rows(13, 1400));
+    let (mut first, mut later, mut copy) = (cache(&config), cache(&config), cache(&config));
+    append(&mut first, 0, &all, [0, 1024]);
+    let centres = first.shard_centres(0).unwrap();
+    later.begin_shard(0, 1024, &centres).unwrap();
+    if is_emptied {
+        append(&mut later, 0, &all, [1300, 1400]);
+        later.truncate(0, 0).unwrap();
+    }
+    copy.copy_from(&later).unwrap();
+    for cache in [&mut later, &mut copy] {
+        append(cache, 0, &all, [1024, 1324]);
+    }
+    assert!(copy.image(0).unwrap() == later.image(0).unwrap());
+}
+
+/// A cache of two layers whose device does not write the second layer's centres while `fails` says so.
+fn failing(config: &CacheConfig, fails: &Arc<AtomicBool>) -> KvCache {
+    let fails = fails.clone();
+    let store = FakePages::new(config).unwrap();
+    let store = store.with_centres_limit(move |layer| layer == 0 || !fails.load(Ordering::Relaxed));
+    store.cache().unwrap()
+}
+
+/// Kills failed calls that leave a shard some of another one's centres.
+#[test]
+fn a_shard_whose_centres_the_device_fails_to_replace_is_none_any_more() {
+    let mut config = shards("int8");
+    config.layers = 2;
+    let (all, fails) = (rows(14, 1024), Arc::new(AtomicBool::new(false)));
+    let mut cache = failing(&config, &fails);
+    let append = [Append {
+        sequence: 0,
+        tokens: 1024,
+    }];
+    cache.reserve(&append).unwrap();
+    for layer in 0..2 {
+        cache.write(layer, &all[0], &all[1]).unwrap();
+    }
+    let (centres, image) = (cache.shard_centres(0).unwrap(), cache.image(0).unwrap());
+    type Call<'a> = &'a dyn Fn(&mut KvCache) -> Result<(), Error>;
+    let calls: [Call<'_>; 3] = [
+        &|cache| cache.begin_shard(2, 2048, &centres),
+        &|cache| cache.fork(0, 2),
+        &|cache| cache.restore(2, &image),
+    ];
+    let fail = |cache: &mut KvCache, call: Call<'_>| {
+        fails.store(false, Ordering::Relaxed);
+        cache.begin_shard(2, 1024, &centres).unwrap();
+        let free = cache.free_pages();
+        fails.store(true, Ordering::Relaxed);
+        let error = call(cache).unwrap_err();
+        assert!(matches!(error, Error::Device { .. }), "{error}");
+        let table = cache.table();
+        assert_eq!((table.tokens_before[2], table.lens[2]), (0, 0));
+        assert_eq!(cache.free_pages(), free);
+    };
+    for call in calls {
+        fail(&mut cache, call);
+    }
+    fail(&mut failing(&config, &fails), &|copy| {
+        copy.copy_from(&cache)
+    });
+    // A refusal that comes before the device leaves the shard as it is.
+    fails.store(false, Ordering::Relaxed);
+    cache.begin_shard(2, 1024, &centres).unwrap();
+    cache.begin_shard(2, 1000, &centres).unwrap_err();
+    assert_eq!(cache.table().tokens_before[2], 1024);
 }
 
 #[test]

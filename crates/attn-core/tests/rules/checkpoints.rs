@@ -365,6 +365,19 @@ fn dropped_tokens_take_their_checkpoints_with_them() {
     assert_eq!(cache.free_pages(), cache.config().num_pages);
 }
 
+/// Kills pages of checkpoints that stay one by one, where the gap moves them from one place of a window to another.
+#[test]
+fn a_gap_of_other_than_whole_distances_leaves_no_checkpoint_behind_it() {
+    let mut cache = cache(builder("int4", 64, 256).max_len(3000));
+    grow_to(&mut cache, 0, 1, 2000);
+    let (free, kept) = (cache.free_pages(), cache.table().checkpoint_pages[0].len());
+    assert_eq!(kept, 14);
+    assert_eq!(cache.drop_range(0, 64..128).unwrap(), 64);
+    assert!(cache.table().checkpoint_pages[0].is_empty());
+    assert_eq!(cache.free_pages(), free + 1 + kept);
+    assert_owned(&cache);
+}
+
 #[test]
 fn checkpoints_are_at_multiples_of_tiles_and_pages() {
     let check = |page_size, every| builder("int4", page_size, every).build().check();

@@ -210,9 +210,10 @@ fn q4_0_takes_its_sign_from_the_first_of_the_largest() {
     assert_eq!(row_of([-1e-45, 0.0]).1, 8);
 }
 
+type Quantize = fn(&[f32], &mut [u8]) -> Result<(), Error>;
+
 #[test]
 fn rows_of_other_lengths_and_values_are_named() {
-    type Quantize = fn(&[f32], &mut [u8]) -> Result<(), Error>;
     let quantizers: [(Quantize, usize); 3] = [
         (|x, row| fbgemm_int4_row(x, 1, row), 36),
         (q8_0_row, 68),
@@ -244,5 +245,25 @@ fn rows_of_other_lengths_and_values_are_named() {
         );
         x[40] = 1.0;
         quantize(&x, &mut vec![0; bytes]).unwrap();
+    }
+}
+
+/// Kills rows that are written group by group, up to the one that is refused.
+#[test]
+fn a_row_of_which_one_group_is_refused_is_left_as_it_was() {
+    let quantizers: [(Quantize, usize); 3] = [
+        (|x, row| fbgemm_int4_row(x, 2, row), 40),
+        (q8_0_row, 68),
+        (q4_0_row, 36),
+    ];
+    for (quantize, bytes) in quantizers {
+        let mut x = [1.0; 64];
+        x[40] = 1e30;
+        let mut row = vec![7; bytes];
+        let error = quantize(&x, &mut row).unwrap_err();
+        assert!(matches!(error, Error::Parameter { .. }), "{error}");
+        assert_eq!(row, vec![7; bytes]);
+        x[40] = 1.0;
+        quantize(&x, &mut row).unwrap();
     }
 }

@@ -497,6 +497,20 @@ fn a_description_says_how_many_layers_share_the_table() {
     ));
 }
 
+/// Kills looks at keys of layers that are not there.
+#[test]
+fn a_layer_that_the_cache_lacks_has_no_keys_to_look_at() {
+    let mut cache = cache("int8");
+    step(&mut cache, &[[0, 200]]).unwrap();
+    for layer in [LAYERS, usize::MAX] {
+        assert!(!cache.keys_are_due(layer));
+        let error = cache.look_at_keys(layer).unwrap_err();
+        let found = matches!(error, Error::Layer { given, count: LAYERS } if given == layer);
+        assert!(found, "{error}");
+    }
+    cache.look_at_keys(LAYERS - 1).unwrap();
+}
+
 #[test]
 fn a_store_of_other_layers_is_refused() {
     let store = HostPages::new(&config("int8", 2, 32, 4)).unwrap();

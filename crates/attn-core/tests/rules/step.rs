@@ -2,8 +2,8 @@
 
 use attn_conformance::fake::FakeBackend;
 use attn_core::{
-    CacheConfig, DecodeAttention, DecodeStep, ElementIndex, Error, HeadDim, Heads, HostPages,
-    KvCache, KvSource, KvView, Plan, Problem, StridedRows,
+    Attend, CacheConfig, DecodeAttention, DecodeStep, ElementIndex, Error, HeadDim, Heads,
+    HostPages, KvCache, KvSource, KvView, Plan, Problem, SelectedPages, StridedRows,
 };
 use rstest::rstest;
 
@@ -145,6 +145,79 @@ fn a_cache_of_another_shape_is_named(
         .err()
         .unwrap();
     assert!(error.to_string().starts_with(says), "{error}");
+}
+
+/// Kills checks that look for a sequence which is not there.
+#[test]
+fn queries_of_more_sequences_than_the_cache_has_are_refused() {
+    for format in ["int8", "int4", "fp8"] {
+        let cache = cache(format, 1.0);
+        let count = cache.table().lens.len();
+        let lens = |batch| Problem::new(problem().heads(), vec![0; batch]);
+        let check = |problem: &Problem| {
+            let found = cache.check_queries(problem);
+            let of_layer = cache.layer(0).unwrap().check_queries(problem);
+            assert_eq!(format!("{found:?}"), format!("{of_layer:?}"));
+            found
+        };
+        check(&lens(count)).unwrap();
+        let error = check(&lens(count + 1)).unwrap_err();
+        let found = matches!(error, Error::Batch { planned, given } if [planned, given] == [count + 1, count]);
+        assert!(found, "{error}");
+        for q_lens in [vec![], vec![1; count + 1]] {
+            let given = q_lens.len();
+            let error = check(&lens(count).q_lens(q_lens)).unwrap_err();
+            let found = matches!(error, Error::Length { what: "q_lens", given: g, needed } if [g, needed] == [given, count]);
+            assert!(found, "{error}");
+        }
+    }
+}
+
+/// Kills lists that are looked at number by number alone.
+#[test]
+fn lists_beside_selected_pages_have_a_number_for_each_sequence() {
+    let cache = cache("fp8", 1.0);
+    let selected = SelectedPages {
+        pages: &[0, 0],
+        counts: &[1, 1],
+    };
+    let at = Attend {
+        pages: Some(selected),
+        ..Attend::new(2, &[0, 1])
+    };
+    for (q_lens, list) in [(Some(&[1, 1][..]), &[][..]), (None, &[0, 0])] {
+        let (tokens_before, tokens_after) = (list, list);
+        let at = Attend {
+            q_lens,
+            tokens_before,
+            tokens_after,
+            ..at.clone()
+        };
+        at.of_cache(&cache).unwrap();
+    }
+    let q_lens = |lens| Attend {
+        q_lens: Some(lens),
+        ..at.clone()
+    };
+    let before = |tokens_before| Attend {
+        tokens_before,
+        ..at.clone()
+    };
+    let after = |tokens_after| Attend {
+        tokens_after,
+        ..at.clone()
+    };
+    for (at, name, len) in [
+        (q_lens(&[]), "q_lens", 0),
+        (q_lens(&[1]), "q_lens", 1),
+        (q_lens(&[1, 1, 1]), "q_lens", 3),
+        (before(&[0]), "tokens_before", 1),
+        (after(&[0, 0, 0]), "tokens_after", 3),
+    ] {
+        let error = at.of_cache(&cache).err().unwrap();
+        let found = matches!(error, Error::Length { what, given, needed: 2 } if (what, given) == (name, len));
+        assert!(found, "{error}");
+    }
 }
 
 #[test]
