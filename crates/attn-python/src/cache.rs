@@ -12,8 +12,8 @@ use std::{
 };
 
 use attn::{
-    Append, AttendRows, CacheConfig, Device, Error, Rows, SequenceImage, Session, SpanRows, Window,
-    process,
+    Append, AttendRows, CacheConfig, Device, Error, KvFormat, Rows, Scheme, SequenceImage, Session,
+    SpanRows, Window, process,
 };
 use pyo3::{
     exceptions::PyRuntimeWarning,
@@ -350,6 +350,13 @@ impl Cache {
     #[getter]
     fn has_window(&self) -> bool {
         self.config.format.window() != Window::None
+    }
+
+    /// The largest magnitudes that K and V may have.
+    #[getter]
+    fn largest(&self) -> [f32; 2] {
+        let KvFormat { k, v, .. } = self.config.format;
+        [k, v].map(Scheme::max_magnitude)
     }
 
     /// Whether keys are stored without their centres.
