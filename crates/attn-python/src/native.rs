@@ -2,6 +2,7 @@
 
 mod args;
 mod places;
+mod table_rows;
 
 use std::sync::OnceLock;
 
