@@ -358,7 +358,7 @@ impl FakePages {
         self
     }
 
-    /// Calls `notes` at each access to the pages.
+    /// Calls `notes` at each access to the pages or the centres.
     #[must_use]
     pub fn with_notes(mut self, notes: impl Fn() + Send + Sync + 'static) -> Self {
         self.notes = Box::new(notes);
@@ -491,6 +491,7 @@ impl PageStore for FakePages {
         layer: usize,
         tiles: &[FirstTile],
     ) -> Result<(), Error> {
+        (self.notes)();
         self.pages.centre(access, layer, tiles)
     }
 
@@ -501,6 +502,7 @@ impl PageStore for FakePages {
         sequence: usize,
         out: &mut [u8],
     ) -> Result<(), Error> {
+        (self.notes)();
         self.pages.read_centres(access, layer, sequence, out)
     }
 
@@ -511,6 +513,7 @@ impl PageStore for FakePages {
         sequence: usize,
         bytes: &[u8],
     ) -> Result<(), Error> {
+        (self.notes)();
         if !(self.allows_centres)(layer) {
             return Err(failure("writing centres"));
         }

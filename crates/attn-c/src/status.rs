@@ -6,7 +6,7 @@ use std::{
     panic::{AssertUnwindSafe, catch_unwind},
 };
 
-use attn::{Error, ErrorKind, Unsupported};
+use attn::{Error, ErrorKind, Unsupported, backends::cuda::CallersContext};
 
 /// What a call came to. After any but ATTN_STATUS_OK, the cache and the outputs are unchanged, unless the status is ATTN_STATUS_DEVICE or
 /// ATTN_STATUS_INTERNAL.
@@ -128,6 +128,8 @@ impl From<Unsupported> for Failure {
 
 /// Runs the body of a function of the interface: its failure or panic becomes a status and a sentence.
 pub(crate) fn call(body: impl FnOnce() -> Result<(), Failure>) -> Status {
+    // The caller's device is the context that is current on its thread.
+    let _callers = CallersContext::keep();
     // What a panic leaves behind is not touched again: locks of handles are poisoned by it.
     let done = catch_unwind(AssertUnwindSafe(body)).unwrap_or_else(|panic| {
         let text = panic.downcast_ref::<&str>().map(|text| (*text).to_owned());

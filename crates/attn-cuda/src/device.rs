@@ -23,6 +23,7 @@ use attn_kernels::cuda::{
 };
 
 use crate::{
+    callers_context::CallersContext,
     error::{BACKEND, CudaError, absent, failed, refused_by_driver},
     image_cache,
     images::{self, Origin},
@@ -152,6 +153,7 @@ impl Device {
                 "install the NVIDIA driver, or use backend \"wgpu\" or \"cpu\"",
             ));
         }
+        let _callers = CallersContext::keep_with_driver();
         let mut version = 0;
         // SAFETY: cuDriverGetVersion writes one int and needs no initialization.
         let _ = unsafe { sys::cuDriverGetVersion(&mut version) };
@@ -230,7 +232,7 @@ impl Device {
         })
     }
 
-    /// Makes the context current on this thread, which every call that reaches the driver needs first.
+    /// Makes the context current on this thread, which every call that reaches the driver needs first, and leaves it so ([`CallersContext`]).
     pub(crate) fn bind(&self) -> Result<(), Error> {
         process::check()?;
         let bind = self.context.bind_to_thread();

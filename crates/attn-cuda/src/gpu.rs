@@ -2,9 +2,12 @@
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use attn_core::Unsupported;
+use attn_core::{Error, Unsupported};
 
-use crate::{call_memory::HostCalls, device::Device, error::refused_by_driver, options::Options};
+use crate::{
+    call_memory::HostCalls, callers_context::CallersContext, device::Device,
+    error::refused_by_driver, options::Options,
+};
 
 /// One NVIDIA GPU.
 #[derive(Debug)]
@@ -47,11 +50,22 @@ impl CudaBackend {
     /// ```
     pub fn with_options(options: &Options) -> Result<Self, Unsupported> {
         let device = Device::open(options)?;
+        let _callers = CallersContext::keep();
         let host_calls = HostCalls::new(&device).map_err(refused_by_driver)?;
         Ok(CudaBackend {
             device: Arc::new(device),
             host_calls: Arc::new(Mutex::new(host_calls)),
         })
+    }
+
+    /// Makes the device's context current on this thread, as launches on a caller's stream need it, until the value is dropped.
+    ///
+    /// # Errors
+    /// [`Error::Device`]; [`Unsupported::Forked`].
+    pub fn make_current(&self) -> Result<CallersContext, Error> {
+        let callers = CallersContext::keep();
+        self.device.bind()?;
+        Ok(callers)
     }
 
     /// Another handle of the same GPU.

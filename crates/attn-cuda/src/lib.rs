@@ -10,6 +10,7 @@
 mod attention;
 mod backend;
 mod call_memory;
+mod callers_context;
 mod centres;
 mod device;
 mod device_steps;
@@ -37,6 +38,7 @@ pub mod internals;
 use attn_core::{DecodeAttention, Unsupported};
 
 pub use attn_kernels::cuda::{Arch, Exponential, KernelChoice, KernelConfig};
+pub use callers_context::CallersContext;
 pub use error::CudaError;
 pub use explain::{ExplainedKernel, Explanation};
 pub use gpu::CudaBackend;

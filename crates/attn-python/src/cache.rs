@@ -12,8 +12,8 @@ use std::{
 };
 
 use attn::{
-    Append, AttendRows, CacheConfig, Device, Error, Rows, SequenceImage, Session, SpanRows, Window,
-    process,
+    Append, AttendRows, CacheConfig, Device, Error, KvFormat, Rows, Scheme, SequenceImage, Session,
+    SpanRows, Window, process,
 };
 use pyo3::{
     exceptions::PyRuntimeWarning,
@@ -29,10 +29,31 @@ use options::{Attending, CacheOptions, StepOptions, appends};
 
 pub use spans::merge_spans;
 
+/// A cache's session, whose end leaves the thread's device as it is, whenever Python collects it.
+struct HeldSession(Option<Mutex<Session>>);
+
+impl HeldSession {
+    fn new(session: Session) -> Self {
+        HeldSession(Some(Mutex::new(session)))
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Session> {
+        let session = self.0.as_ref().expect("a session until it is dropped");
+        session.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Drop for HeldSession {
+    fn drop(&mut self) {
+        let _callers = engine::keep_context();
+        drop(self.0.take());
+    }
+}
+
 /// The cache behind `attn.Cache`, which documents it.
 #[pyclass(frozen, module = "attn._attn")]
 pub struct Cache {
-    session: Mutex<Session>,
+    session: HeldSession,
     device: Arc<Device>,
     config: CacheConfig,
     /// Whether the first numbers that saturate have been told.
@@ -44,15 +65,16 @@ impl Cache {
     /// held the lock.
     fn lock(&self) -> Result<MutexGuard<'_, Session>, Error> {
         process::check()?;
-        Ok(self.session.lock().unwrap_or_else(PoisonError::into_inner))
+        Ok(self.session.lock())
     }
 
-    /// Runs `work` on the cache without the interpreter's lock.
+    /// Runs `work` on the cache without the interpreter's lock; the thread's device is behind it what it was.
     fn with<T: Send>(
         &self,
         py: Python<'_>,
         work: impl FnOnce(&mut Session) -> Result<T, Error> + Send,
     ) -> PyResult<T> {
+        let _callers = engine::keep_context();
         py.detach(|| work(&mut *self.lock()?)).map_err(errors::of)
     }
 
@@ -121,9 +143,10 @@ impl Cache {
             }
             None => py.detach(engine::best)?,
         };
+        let _callers = engine::keep_context();
         let session = py.detach(|| Session::new(device.clone(), &config));
         Ok(Cache {
-            session: Mutex::new(session.map_err(errors::of)?),
+            session: HeldSession::new(session.map_err(errors::of)?),
             device,
             config,
             has_warned: Default::default(),
@@ -352,6 +375,13 @@ impl Cache {
         self.config.format.window() != Window::None
     }
 
+    /// The largest magnitudes that K and V may have.
+    #[getter]
+    fn largest(&self) -> [f32; 2] {
+        let KvFormat { k, v, .. } = self.config.format;
+        [k, v].map(Scheme::max_magnitude)
+    }
+
     /// Whether keys are stored without their centres.
     #[getter]
     fn centres(&self) -> bool {
@@ -392,7 +422,7 @@ impl Cache {
             Ok((copy, config))
         })?;
         Ok(Cache {
-            session: Mutex::new(session),
+            session: HeldSession::new(session),
             device: self.device.clone(),
             config,
             has_warned: [0, 1].map(|i| AtomicBool::new(self.has_warned[i].load(Ordering::Relaxed))),

@@ -69,3 +69,15 @@ pub fn best() -> PyResult<Arc<Device>> {
     let shared = opened.devices.entry(device.name()).or_insert(device);
     Ok(shared.clone())
 }
+
+/// Keeps this thread's device, which calls of a cache on another GPU would change, until the value is dropped.
+#[cfg(feature = "cuda")]
+pub fn keep_context() -> attn::backends::cuda::CallersContext {
+    attn::backends::cuda::CallersContext::keep()
+}
+
+/// Without CUDA there is none.
+#[cfg(not(feature = "cuda"))]
+pub fn keep_context() -> Option<()> {
+    None
+}

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use attn::{
     BackendId, Device, Scheme,
     backends::cuda::{
-        CudaBackend,
+        CallersContext, CudaBackend,
         native::{DeviceAddress, Dtype as CudaDtype, Op, Prepared},
     },
     layout::Side,
@@ -53,10 +53,16 @@ impl Gpu {
         self.device.cuda("launch").map_err(errors::of)
     }
 
+    /// The backend, whose device is this thread's as long as the second value lives: the caller's library may have another one.
+    pub fn current(&self) -> PyResult<(&CudaBackend, CallersContext)> {
+        let gpu = self.cuda()?;
+        Ok((gpu, gpu.make_current().map_err(errors::of)?))
+    }
+
     /// Enqueues a small launch on the caller's stream.
     ///
     /// # Safety
-    /// Those of [`CudaBackend::enqueue`].
+    /// Those of [`CudaBackend::enqueue`] but for the context.
     pub unsafe fn enqueue<O: Op>(
         &self,
         py: Python<'_>,
@@ -64,8 +70,8 @@ impl Gpu {
         stream: u64,
         op: &O,
     ) -> PyResult<()> {
-        let gpu = self.cuda()?;
-        // SAFETY: this function's contract.
+        let (gpu, _callers) = self.current()?;
+        // SAFETY: this function's contract; the device's context is current.
         py.detach(|| unsafe { gpu.enqueue(prepared, stream_of(stream), op) })
             .map_err(errors::of)
     }

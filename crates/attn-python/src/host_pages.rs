@@ -122,6 +122,7 @@ impl HostPages {
             Array::new("pool", &arrays.pool)?,
             Array::new("page_table", &arrays.page_table)?,
         );
+        let entries = entries_of(&table, step.kv_lens.len())?;
         let lse = arrays.lse.as_ref().map(|lse| Array::new("lse", lse));
         let mut lse = lse.transpose()?;
         let heads = Heads::new(
@@ -142,7 +143,7 @@ impl HostPages {
             None => q.rows()?,
         };
         let lse = lse.as_mut().map(Array::f32s_mut).transpose()?;
-        let (out, pool, table) = (out.rows_mut()?, pool.bytes()?, table.i32s()?);
+        let (out, pool, table) = (out.rows_mut()?, pool.bytes()?, &table.i32s()?[..entries]);
         py.detach(|| {
             // A negative page is none of the pool, which is said of the number that it is without a sign.
             let table: Vec<u32> = table.iter().map(|page| page.cast_unsigned()).collect();
@@ -155,5 +156,17 @@ impl HostPages {
             self.backend.decode(&mut step)
         })
         .map_err(errors::of)
+    }
+}
+
+/// Entries of the table's rows of so many sequences; it may have more rows.
+fn entries_of(table: &Array<'_>, sequences: usize) -> PyResult<usize> {
+    table.check_rank(2, "[sequences, pages]")?;
+    let [rows, columns] = [table.shape[0], table.shape[1]];
+    match rows >= sequences {
+        true => Ok(sequences * columns),
+        false => Err(errors::shape(format!(
+            "page_table has {rows} rows, but kv_lens has {sequences} sequences; pass a row for each"
+        ))),
     }
 }

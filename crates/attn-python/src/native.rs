@@ -2,6 +2,7 @@
 
 mod args;
 mod places;
+mod table_rows;
 
 use std::sync::OnceLock;
 
@@ -84,7 +85,7 @@ impl Plan {
     #[new]
     fn new(py: Python<'_>, options: PlanOptions, device: &str) -> PyResult<Self> {
         let own = Gpu::open(py, device)?;
-        let gpu = own.cuda()?;
+        let (gpu, _callers) = own.current()?;
         let format: KvFormat = options.format.parse().map_err(errors::of)?;
         let heads = Heads::new(
             options.heads,
@@ -169,7 +170,7 @@ impl Plan {
 
     /// Loads the kernels of all plans that are no larger.
     fn load_smaller(&self, py: Python<'_>) -> PyResult<usize> {
-        let gpu = self.gpu.cuda()?;
+        let (gpu, _callers) = self.gpu.current()?;
         py.detach(|| gpu.load_smaller(&self.plan))
             .map_err(errors::of)
     }
@@ -238,7 +239,7 @@ impl Plan {
         arrays: AttendArrays<'_>,
         stream: u64,
     ) -> PyResult<()> {
-        let gpu = self.gpu.cuda()?;
+        let (gpu, _callers) = self.gpu.current()?;
         let sequences = self.sequences(&pages)?;
         let args = self.decode_args(DeviceKv::Paged(sequences), &arrays)?;
         let centres = match self.has_centres() {
@@ -247,7 +248,7 @@ impl Plan {
             }
             false => None,
         };
-        // SAFETY: the arrays have been compared with the plan's shapes, types and device, and lie in memory that the caller's library keeps until
+        // SAFETY: the device's context is current; the arrays have been compared with the plan's shapes, types and device, and lie in memory that the caller's library keeps until
         // the work enqueued on its stream has run; `attn.torch.Plan` makes the workspace, zeroed, for itself alone, and takes scratch memory for a stream. That lengths, pages and
         // queries on the device are in range is the caller's contract, which `ATTN_CUDA=check=1` checks.
         py.detach(|| unsafe {
@@ -277,7 +278,7 @@ impl Plan {
         spans: SpanArrays<'_>,
         stream: u64,
     ) -> PyResult<()> {
-        let gpu = self.gpu.cuda()?;
+        let (gpu, _callers) = self.gpu.current()?;
         let args = self.decode_args(DeviceKv::Paged(self.sequences(&pages)?), &arrays)?;
         let states = self.problem.rows().saturating_mul(self.plan.spans());
         let list = |what, array, count: usize| {
@@ -311,7 +312,7 @@ impl Plan {
         arrays: AttendArrays<'_>,
         stream: u64,
     ) -> PyResult<()> {
-        let gpu = self.gpu.cuda()?;
+        let (gpu, _callers) = self.gpu.current()?;
         let args = self.decode_args(self.kv_of_rows(&rows)?, &arrays)?;
         // SAFETY: as for `attend`; all rows of a page lie inside its array, whose strides have been read.
         py.detach(|| unsafe { gpu.decode_on(&self.plan, stream_of(stream), &args) })
@@ -332,7 +333,7 @@ impl Plan {
         let export = match place.get() {
             Some(export) => export,
             None => {
-                let gpu = self.gpu.cuda()?;
+                let (gpu, _callers) = self.gpu.current()?;
                 let load = || gpu.prepare_op(self.layout);
                 let export = py.detach(load).map_err(errors::of)?;
                 place.get_or_init(|| export)
@@ -387,7 +388,8 @@ impl Plan {
             },
         };
         if let (Some(centres), Some(second)) = (centres, &launches.second_centres) {
-            let (gpu, stream) = (self.gpu.cuda()?, stream_of(stream));
+            let (gpu, _callers) = self.gpu.current()?;
+            let stream = stream_of(stream);
             // SAFETY: as for `attend`; slots, first pages and positions are the caller's contract.
             let enqueued = unsafe {
                 gpu.append_with_centres_on(append, second, stream, &args, centres.one_each)
@@ -410,7 +412,7 @@ impl Plan {
         rotary: Option<RotaryArrays<'_>>,
     ) -> PyResult<()> {
         self.refuse_centres("step")?;
-        let gpu = self.gpu.cuda()?;
+        let (gpu, _callers) = self.gpu.current()?;
         let sequences = self.sequences(&pages)?;
         let append = self.append_args(sequences, &kv, rotary.as_ref())?;
         let decode = self.decode_args(DeviceKv::Paged(sequences), &arrays)?;

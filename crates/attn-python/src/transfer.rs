@@ -48,9 +48,10 @@ impl Transfer {
     #[new]
     fn new(py: Python<'_>, device: &str) -> PyResult<Self> {
         let gpu = Gpu::open(py, device)?;
-        let cuda = gpu.cuda()?;
+        let (cuda, callers) = gpu.current()?;
         let prepare = || Ok((cuda.prepare_op(())?, cuda.prepare_op(())?));
         let (copy_pages, merge) = py.detach(prepare).map_err(errors::of)?;
+        drop(callers);
         Ok(Transfer {
             gpu,
             copy_pages,
@@ -144,10 +145,11 @@ impl MergeSpans {
     #[new]
     fn new(py: Python<'_>, format: &str, dim: usize, device: &str) -> PyResult<Self> {
         let gpu = Gpu::open(py, device)?;
-        let cuda = gpu.cuda()?;
+        let (cuda, callers) = gpu.current()?;
         let format: KvFormat = format.parse().map_err(errors::of)?;
         let prepare = || cuda.prepare_op((format, dim));
         let merge = py.detach(prepare).map_err(errors::of)?;
+        drop(callers);
         Ok(MergeSpans {
             gpu,
             dim,

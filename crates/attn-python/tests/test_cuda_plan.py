@@ -525,3 +525,30 @@ def test_latents_are_appended_as_k_alone(rng):
         plan.append_slots(k, k[..., :512], pool, slots)
     with pytest.raises(attn.ParameterError, match="needed: V beside K"):
         plan_of("int8", [1], heads=16, kv_heads=1, **shape).append_slots(k, None, pool, slots)
+
+
+def test_tables_at_strides_are_read_as_they_lie_or_refused(rng):
+    """Rows of a wider table lie further apart than they are long; an expanded row, and residual pages of a wider one, are refused."""
+    lens, pages = [100, 70, 128], 2
+    for format in ("int8", "int4"):
+        plan = plan_of(format, [1] * 3, max_kv_len=128)
+        pool, kv_lens = plan.new_pool(64), torch.tensor(lens, dtype=torch.int32, device="cuda")
+        table = torch.arange(3 * pages, dtype=torch.int32, device="cuda").view(3, pages)
+        slots = plan.residual_slots(1)
+        residuals = (torch.arange(3 * slots, dtype=torch.int32, device="cuda").view(3, slots) + 6) if slots else None
+        k, v, q = (on_gpu(rows(rng, n, heads, 128)) for n, heads in ((3, 2), (3, 2), (3, 8)))
+        plan.step(q, k, v, pool, table, kv_lens, residuals)
+        wanted = plan.attend(q, pool, table, kv_lens, residuals)
+        wide = torch.full((4, 5), 10**6, dtype=torch.int32, device="cuda")
+        wide[:3, 3:] = table
+        # The last row of the view ends where the tensor does.
+        given = plan.attend(q, pool, wide[:3, 3:], kv_lens, residuals)
+        assert all(torch.equal(a, b) for a, b in zip(given, wanted))
+        with pytest.raises(attn.ShapeError, match="page_table has the shape .* rows 0 entries apart"):
+            plan.attend(q, pool, table[:1].expand(3, pages), kv_lens, residuals)
+        with pytest.raises(attn.ShapeError, match="page_table has 1 pages"):
+            plan.attend(q, pool, wide[:3, 3:4], kv_lens, residuals)
+        if slots:
+            wide = torch.zeros(3, 2 * slots, dtype=torch.int32, device="cuda")
+            with pytest.raises(attn.ShapeError, match="residual_pages has the shape .* side by side"):
+                plan.attend(q, pool, table, kv_lens, wide[:, :slots])

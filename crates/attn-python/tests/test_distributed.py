@@ -271,6 +271,76 @@ def test_every_rank_refuses_alike(tmp_path):
     assert on_ranks(2, _refuse, tmp_path) == [[], []]
 
 
+def _refuse_numbers(rank):
+    """Numbers that the cache of one of two ranks would refuse, alone; then the same tokens without them."""
+    from attn.distributed import ContextParallelCache
+
+    options, found = dict(heads=HEADS, dim=DIM, max_tokens=2048, sequences=2, device="cpu"), {}
+    for format, dtype, largest in (("int8", torch.float32, 2.0**100), ("int8", torch.bfloat16, 2.0**100), ("bf16", torch.float32, 2.0**50), ("fp8", torch.float32, None)):
+        scales = dict(k_scales=[0.05] * HEADS, v_scales=[0.05] * HEADS) if format == "fp8" else {}
+        cache = ContextParallelCache(format, **options, **scales)
+        x = random(5, 1300, HEADS, DIM).to(dtype)
+        said = []
+        for what, token in ((0, 1200), (1, 1200), (0, 3), (1, 100)):
+            kv = [x.clone(), x.clone()]
+            kv[what][token, 1, 7] = 1e31 if largest else float("inf")
+            with pytest.raises(attn.NumberError) as refusal:
+                cache.append(torch.cat([x[:9], kv[0]]), torch.cat([x[:9], kv[1]]), sequences=[1, 0], tokens=[9, 1300])
+            said.append(str(refusal.value))
+            assert cache.lens == [0, 0] and cache.cache.lens == [0, 0], (format, what, token)
+            assert cache._first_tiles is None or cache._first_tiles.lens == [0, 0], (format, what, token)
+        # What the format takes just so.
+        if largest:
+            x[1200] = x[3] = largest
+        cache.append(x, x)
+        assert cache.lens == [1300, 0] and cache.cache.lens == [(1024, 276)[rank], 0], format
+        found[format, str(dtype)] = said
+    return found
+
+
+def test_numbers_that_one_rank_would_refuse_all_refuse(tmp_path):
+    first, second = on_ranks(2, _refuse_numbers, tmp_path)
+    assert first == second
+    assert [said.split(" ")[0] for said in first["int8", "torch.float32"]] == ["k", "v", "k", "v"]
+    assert all("int8 takes magnitudes up to 1.26765e+30" in said for said in first["int8", "torch.float32"])
+
+
+def _warn(rank):
+    """A warning of one rank's tokens, of which a filter makes an error, and a device that fails in the first tile."""
+    import warnings
+
+    from attn.distributed import ContextParallelCache
+
+    scales = dict(k_scales=[0.05] * HEADS, v_scales=[0.05] * HEADS)
+    cache = ContextParallelCache("fp8", heads=HEADS, dim=DIM, max_tokens=2048, device="cpu", **scales)
+    x = torch.ones(1100, HEADS, DIM)
+    x[1050] = 500.0
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        try:
+            cache.append(x, x)
+            told = False
+        except RuntimeWarning:
+            told = True
+    # The tokens are there, on both ranks.
+    assert told == (rank == 1) and cache.lens == [1100] and cache.cache.lens == [(1024, 76)[rank]]
+
+    cache = ContextParallelCache("int8", heads=HEADS, dim=DIM, max_tokens=2048, sequences=2, device="cpu")
+    if rank == 1:
+        def fails(*_):
+            raise KeyboardInterrupt
+
+        cache.cache.begin_shard = fails
+        with pytest.raises(KeyboardInterrupt):
+            cache.append(torch.cat([x[:7], x[:70]]), torch.cat([x[:7], x[:70]]), sequences=[1, 0], tokens=[7, 70])
+        assert cache._first_tiles.lens == [0, 0] and cache.lens == [0, 0]
+    return True
+
+
+def test_what_ends_an_append_leaves_ranks_with_the_same_tokens(tmp_path):
+    assert on_ranks(2, _warn, tmp_path) == [True, True]
+
+
 def _refuse_for_one(rank):
     """Residuals that one of two ranks has given up: each, whoever holds them, refuses for both, with one error, and nothing is changed."""
     from attn.distributed import ContextParallelCache

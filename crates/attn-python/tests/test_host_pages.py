@@ -108,6 +108,20 @@ def test_what_no_token_has_written_changes_no_bit(format, page_size):
             assert np.isfinite(a).all() and np.array_equal(a, b)
 
 
+def test_a_table_may_have_more_rows_than_there_are_sequences():
+    pages, pool, table, lens, _ = two_sequences("int8", 16)
+    q = rows(4, 2, HEADS)
+    wanted = pages.attend(q, pool, table, lens)
+    # Rows of sequences that are not attended, with any entries.
+    more = np.concatenate([table, np.full((3, table.shape[1]), -1, np.int32)])
+    assert np.array_equal(pages.attend(q, pool, more, lens), wanted)
+    assert np.array_equal(pages.attend(q[:1], pool, more, lens[:1]), wanted[:1])
+    # As many entries as two sequences need, in rows of other sequences.
+    for wrong, said in ((table[:1].repeat(2, 1), "1 rows, but kv_lens has 2 sequences"), (table.ravel(), "needed: .sequences, pages."), (table[None], "needed: .sequences, pages.")):
+        with pytest.raises(attn.ShapeError, match=f"page_table has .*{said}"):
+            pages.attend(q, pool, wrong, lens)
+
+
 def test_a_negative_slot_is_nowhere():
     pages, pool, _, _, _ = two_sequences("int8", 16)
     k, v = rows(5, 3, KV_HEADS), rows(6, 3, KV_HEADS)

@@ -1,5 +1,8 @@
 """JAX's arrays, through DLPack, on the CPU. `ATTN_REQUIRE=jax` makes a missing JAX a failure."""
 
+import sys
+import types
+
 import attn
 import numpy
 import pytest
@@ -44,6 +47,28 @@ def test_results_go_where_the_caller_says_and_not_into_an_array_of_jax(rng):
     with pytest.raises(attn.ShapeError, match="cannot be written"):
         cache.attend(q, out=q)
     assert (numpy.asarray(q) == before).all()
+
+
+class OnAGpu:
+    """What an array of JAX on a GPU says of itself; none is needed to refuse it."""
+
+    shape, dtype = (1, 2, 64), numpy.dtype("float32")
+
+    def __dlpack_device__(self):
+        return 2, 0
+
+    def __dlpack__(self, **_):
+        pytest.fail("its memory is asked for")
+
+
+def test_arrays_on_a_gpu_are_refused_by_name(monkeypatch, rng):
+    monkeypatch.setitem(sys.modules, "jax", types.SimpleNamespace(Array=OnAGpu))
+    cache = attn.Cache(heads=2, dim=64, max_tokens=64, device="cpu")
+    k = rows(rng, 1, 2, 64)
+    for what, call in (("k", lambda: cache.append(OnAGpu(), k)), ("v", lambda: cache.append(k, OnAGpu())), ("q", lambda: cache.attend(OnAGpu()))):
+        with pytest.raises(attn.ShapeError, match=f'{what} is an array of JAX on a GPU; allowed: those on the CPU: pass jax.device_put'):
+            call()
+    assert cache.lens == [0]
 
 
 def test_batches_layers_and_refusals(rng):

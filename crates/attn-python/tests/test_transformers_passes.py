@@ -1,8 +1,10 @@
 """A forward pass is one step for all layers of a quantized cache, over the K and V that each layer gave it; what is not is refused by name."""
 
 import copy
+import gc
 import pickle
 import warnings
+import weakref
 
 import attn
 import pytest
@@ -12,6 +14,7 @@ if REASON is None:
     import torch
     import transformers
     from attn.transformers import QuantizedCache, QuantizedLayer
+    from attn.transformers._handed import Handed
     from attn.transformers._mask import MaskTokens, StepMask
     from transformers import AutoModelForCausalLM, DynamicCache
 
@@ -315,3 +318,89 @@ def test_nothing_warns_in_the_spelling_of_this_version():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         generate(ours, QuantizedCache(config), prompt(1, 10))
+
+
+def test_k_and_v_of_a_pass_are_free_behind_it():
+    """Of the last layer, of those whose K and V others share, and of latents, which no later pass replaces."""
+    for kind in ("llama", "gemma4", "deepseek"):
+        config, _, ours = pair(kind)
+        cache, held = QuantizedCache(config), []
+        hand = cache._guard.hand
+
+        def noted(index, key, value):
+            held.extend(map(weakref.ref, (key, value)))
+            return hand(index, key, value)
+
+        cache._guard.hand = noted
+        with torch.no_grad():
+            ours(prompt(1, 20), **given(cache))
+        gc.collect()
+        assert len(held) >= 4 and not any(x() is not None for x in held), kind
+        # What stands for them still tells its shape, and is itself where there is nothing to convert.
+    handed = Handed(cache._guard, 0, torch.ones(1, 2, 3, 64), torch.ones(1, 2, 3, 128))
+    key, value = handed.rows()
+    handed.drop()
+    assert (key.size(), key.size(-1), value.size(3), key.dim(), value.ndim) == ((1, 2, 3, 64), 64, 128, 4, 4)
+    assert key.to(torch.float32) is key and value.to("cpu", memory_format=torch.contiguous_format) is value
+    with pytest.raises(attn.UnsupportedError, match=r"computes with K \(to\)"):
+        key.to(torch.float16)
+
+
+@pytest.mark.parametrize("how", ["data", "in place", "another", "inference"])
+def test_sinks_are_those_of_the_weights_in_each_pass(how):
+    config, own, ours = pair("gpt-oss")
+    if how == "inference":
+        with torch.inference_mode():
+            made = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation="attn").eval()
+            made.load_state_dict(own.state_dict())
+        ours = made
+    ids = prompt(1, 34)
+    cache = QuantizedCache(config, "f16")
+    theirs = DynamicCache(config=config)
+    with torch.inference_mode() if how == "inference" else torch.no_grad():
+        # A prompt, and then steps of one token each behind a change.
+        pieces = ids.split([30, 1, 1, 1, 1], 1)
+        for i, piece in enumerate(pieces):
+            found, wanted = ours(piece, **given(cache)).logits, own(piece, **given(theirs)).logits
+            assert (found - wanted).abs().max() < 5e-3 * wanted.std(), i
+            for layers in (own.model.layers, ours.model.layers):
+                for layer in layers:
+                    new = layer.self_attn.sinks.detach().clone() + 1.5
+                    if how == "data" or layers is own.model.layers:
+                        layer.self_attn.sinks.data.copy_(new)
+                    elif how == "another":
+                        layer.self_attn.sinks = torch.nn.Parameter(new, requires_grad=False)
+                    else:
+                        layer.self_attn.sinks.copy_(new)
+
+
+def test_sinks_on_a_gpu_are_copied_once_a_sequence_and_where_they_change():
+    layer, copies = QuantizedLayer("int8"), []
+
+    class OnAGpu:
+        """As much of a tensor as a layer asks for its sinks."""
+
+        device, _version = torch.device("cuda", 0), 0
+
+        def __init__(self, at, is_inference=False):
+            self.at, self.is_inference = at, lambda: is_inference
+
+        def data_ptr(self):
+            return self.at
+
+        def detach(self):
+            copies.append(self.at)
+            return torch.tensor([float(self.at)])
+
+    for is_inference in (False, True):
+        sinks, layer.seen = OnAGpu(8, is_inference), 0
+        copies.clear()
+        for tokens, seen, at, count in ((1, 0, 8, 1), (1, 1, 8, 1), (4, 5, 8, 1), (65, 9, 8, 2), (1, 70, 8, 2), (1, 71, 9, 3), (1, 72, 9, 3), (1, 0, 9, 4)):
+            sinks.at, layer.seen = at, seen
+            assert layer.sinks_of(sinks, tokens) == [at] and len(copies) == count, (tokens, seen)
+    sinks = OnAGpu(9)
+    layer.seen = 5
+    layer.sinks_of(sinks, 1)
+    copies.clear()
+    sinks._version = 1
+    assert layer.sinks_of(sinks, 1) == [9] and copies == [9]

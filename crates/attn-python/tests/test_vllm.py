@@ -2,6 +2,7 @@
 
 import ast
 import copy
+import gc
 import inspect
 import os
 import pathlib
@@ -25,7 +26,8 @@ else:
 
     stubs.install()
     import attn.vllm as plugin
-    from attn import _outlier_keys
+    from attn import _largest_plans, _outlier_keys
+    from attn.torch._plan import _PLANS
 
 
 @pytest.fixture(autouse=True)
@@ -503,16 +505,61 @@ def test_the_measuring_pass_makes_the_plans_of_the_largest_steps(gpu, dtype, mon
         speculative_config=SimpleNamespace(num_speculative_tokens=3),
     )
     monkeypatch.setattr(stubs, "CURRENT", [config])
-    host = Host(gpu, dtype)
+    impl = Host(gpu, dtype).impl
+    # vLLM makes builders of batches when it has measured.
+    impl.largest_plans = _largest_plans.of_new_layer()
     query = torch.zeros(5000, 8, 64, dtype=torch.bfloat16, device=gpu)
+    before = set(_PLANS)
     for _ in range(2):
-        host.impl.forward(None, query, None, None, torch.empty(0, device=gpu), None, torch.ones_like(query))
+        impl.forward(None, query, None, None, torch.empty(0, device=gpu), None, torch.ones_like(query))
     torch.cuda.synchronize()
-    ((key, plans),) = plugin._largest_plans.items()
-    assert key[0] == host.impl.key
+    ((key, plans),) = impl.largest_plans.made.items()
+    assert key[0] == impl.key
     made = {(tuple(plan._options.q_lens), plan._options.max_kv_len, plan._options.page_size) for plan in plans}
     decoding, prompts = [(4,), (4,) * 16], [(4096,), (4096,) + (4,) * 15]
     assert made == {(q_lens, longest, 32) for q_lens in decoding for longest in (64, 4096)} | {(q_lens, 4096, 32) for q_lens in prompts}
-    # The first batch's builder leaves their memory to real steps.
+    assert len(set(_PLANS) - before) == len(plans)
+    # The first batch's builder leaves their memory to real steps, and no later pass without a batch takes it again.
     Host(gpu, dtype)
-    assert not plugin._largest_plans
+    impl.forward(None, query, None, None, torch.empty(0, device=gpu), None, torch.ones_like(query))
+    assert not impl.largest_plans.made and set(_PLANS) <= before
+
+
+class Closes:
+    """A plan that says when it is closed."""
+
+    def __init__(self):
+        self.is_closed = False
+
+    def close(self):
+        self.is_closed = True
+
+
+def test_plans_of_the_measuring_pass_are_closed_behind_it_and_made_no_more(monkeypatch):
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(max_model_len=4096),
+        scheduler_config=SimpleNamespace(max_num_seqs=16),
+        cache_config=SimpleNamespace(block_size=64),
+        speculative_config=None,
+    )
+    monkeypatch.setattr(stubs, "CURRENT", [config])
+    made = []
+    monkeypatch.setattr(plugin, "Plan", lambda *_, **options: made.append(options) or pytest.fail("a plan is made"))
+    layer = lambda: plugin.AttnImpl(num_heads=8, head_size=64, scale=0.125, num_kv_heads=2, kv_cache_dtype="attn_int8")
+    Host(torch.device("cpu"))
+    first, second, plan = layer(), layer(), Closes()
+    assert first.largest_plans is second.largest_plans and not first.largest_plans.is_over
+    first.largest_plans.made[first.key] = [plan]
+    host = Host(torch.device("cpu"))
+    assert plan.is_closed and first.largest_plans.is_over and not first.largest_plans.made
+    # A pass of a rank without requests, on a GPU.
+    first._load(SimpleNamespace(device=torch.device("cuda", 0), dtype=torch.bfloat16))
+    # The layers of another engine are measured again.
+    assert not layer().largest_plans.is_over
+    # A builder's plans go with it.
+    kept = {"captured": Closes(), "plans": Closes()}
+    for name, plan in kept.items():
+        getattr(host.builder, name)["a batch"] = plan
+    del host
+    gc.collect()
+    assert all(plan.is_closed for plan in kept.values()) and not made

@@ -14,7 +14,8 @@ use crate::{
 ///
 /// K, V, queries and results are rows in host memory or, where the backend has them, on the device of the cache ([`Rows::on_device`]). A call with rows in host memory
 /// is over when it returns. One with rows on the device enqueues its work on what orders the rows, such as a stream, behind the work of all calls before; the
-/// host counts pages and lengths meanwhile. Calls may alternate: whatever reads or changes pages from the host waits for the device first.
+/// host counts pages and lengths meanwhile. Calls may alternate: whatever reads or changes pages or centres of K from the host waits for the device first, or comes behind
+/// its work.
 ///
 /// ```
 /// use attn::{Append, Attend, AttendRows, CacheConfig, Device, Heads, KvFormat, Session};
@@ -354,6 +355,7 @@ impl Session {
     /// # Errors
     /// Those of [`KvCache::fork`].
     pub fn fork(&mut self, from: usize, to: usize) -> Result<(), Error> {
+        self.order_centres()?;
         self.cache.fork(from, to)
     }
 
@@ -416,6 +418,7 @@ impl Session {
         tokens_before: usize,
         centres: &[u8],
     ) -> Result<(), Error> {
+        self.order_centres()?;
         self.cache.begin_shard(sequence, tokens_before, centres)
     }
 
@@ -529,6 +532,17 @@ impl Session {
     pub fn wait(&self) -> Result<(), Error> {
         process::check()?;
         self.on_device.as_ref().map_or(Ok(()), |steps| steps.wait())
+    }
+
+    /// Lets a write of centres of K come behind the work of all calls on the device, which may read those that it replaces.
+    fn order_centres(&mut self) -> Result<(), Error> {
+        match &mut self.on_device {
+            Some(steps) if self.cache.config().centres => {
+                process::check()?;
+                steps.order_store()
+            }
+            _ => Ok(()),
+        }
     }
 
     /// What calls with rows on the device keep, made at the first one; and the cache.

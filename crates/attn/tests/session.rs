@@ -10,7 +10,7 @@ use attn::{
     DeviceRows, DeviceSteps, Dtype, Error, HeadDim, Heads, KvFormat, PageStore, Rows, RowsMut,
     SelectedPages, Session, SpanRows, SpanStates, TokenWrite,
 };
-use attn_conformance::fake::{FakeBackend, FakePages};
+use attn_conformance::fake::{FakeBackend, FakePages, failure};
 
 const HEADS: Heads = Heads {
     q: 2,
@@ -18,9 +18,9 @@ const HEADS: Heads = Heads {
     dim: HeadDim::same(64),
 };
 
-/// What was done, in order.
+/// What was done, in order; and the writes on the device that succeed before one fails, if one does.
 #[derive(Clone, Default)]
-struct Log(Arc<Mutex<Vec<&'static str>>>);
+struct Log(Arc<Mutex<Vec<&'static str>>>, Arc<Mutex<Option<usize>>>);
 
 impl Log {
     fn note(&self, what: &'static str) {
@@ -74,9 +74,16 @@ impl DeviceSteps for NotedSteps {
         writes: &[TokenWrite],
         kv: [DeviceRows<'_>; 2],
     ) -> Result<(), Error> {
-        assert!(kv.iter().all(|rows| rows.shape()[0] == writes.len()));
+        assert!(kv.iter().all(|rows| rows.shape()[0] >= writes.len()));
         self.0.note("write");
-        Ok(())
+        match &mut *self.0.1.lock().unwrap() {
+            Some(0) => Err(failure("writing tokens")),
+            Some(left) => {
+                *left -= 1;
+                Ok(())
+            }
+            None => Ok(()),
+        }
     }
     fn attend(
         &mut self,
@@ -210,6 +217,51 @@ fn whatever_touches_pages_from_the_host_waits_for_the_device() {
     }
 }
 
+/// Attention on the device may still read the centres of a sequence that was freed since, and the store writes others in their place.
+#[test]
+fn a_fork_and_a_shard_write_centres_of_k_behind_the_calls_on_the_device() {
+    type Call = fn(&mut Session) -> Result<(), Error>;
+    let calls: [(&str, Call, usize); 2] = [
+        ("fork", |s| s.fork(0, 1), 2),
+        (
+            "begin_shard",
+            |s| {
+                let centres = s.config().layers * s.config().centres_bytes();
+                s.begin_shard(1, 1024, &vec![0; centres])
+            },
+            1,
+        ),
+    ];
+    for (name, call, accesses) in calls {
+        let log = Log::default();
+        let config = CacheConfig::builder(KvFormat::INT8, HEADS)
+            .sequences(2)
+            .max_len(128)
+            .build();
+        assert!(config.centres);
+        let mut session = Session::new(Arc::new(noted(&log)), &config).unwrap();
+        for sequence in [0, 1] {
+            session
+                .append(&one(sequence), there(1, 1), there(1, 1))
+                .unwrap();
+        }
+        let rows = AttendRows::new(there(1, 2), there_mut(1, 2, 64));
+        session.attend(&Attend::new(2, &[1]), rows).unwrap();
+        session.free(1).unwrap();
+        log.take();
+        call(&mut session).unwrap();
+        let mut behind = vec!["order"];
+        behind.extend(vec!["pages"; accesses]);
+        assert_eq!(log.take(), behind, "{name}");
+    }
+    // Without centres a fork touches nothing on the device.
+    let (mut session, log) = session(1);
+    session.append(&one(0), there(1, 1), there(1, 1)).unwrap();
+    log.take();
+    session.fork(0, 1).unwrap();
+    assert_eq!(log.take(), [""; 0]);
+}
+
 #[test]
 fn a_step_on_the_device_is_ordered_there_and_taken_back_behind_it() {
     let (mut session, log) = session(2);
@@ -243,6 +295,32 @@ fn a_step_on_the_device_is_ordered_there_and_taken_back_behind_it() {
     session.cancel_step().unwrap();
     assert_eq!(log.take(), ["wait"]);
     assert_eq!(session.table().lens, [1, 0, 0]);
+}
+
+/// Of two parts that a sequence's first tokens are with centres of K, the second fails.
+#[test]
+fn an_append_that_fails_on_the_device_is_taken_back_behind_its_parts_there() {
+    let log = Log::default();
+    let config = CacheConfig::builder(KvFormat::INT8, HEADS)
+        .max_len(128)
+        .build();
+    let mut session = Session::new(Arc::new(noted(&log)), &config).unwrap();
+    *log.1.lock().unwrap() = Some(1);
+    let append = [Append {
+        sequence: 0,
+        tokens: 3,
+    }];
+    session
+        .append(&append, there(3, 1), there(3, 1))
+        .unwrap_err();
+    assert_eq!(
+        log.take(),
+        ["prepare", "check", "order", "write", "write", "order"]
+    );
+    assert_eq!(session.table().lens, [0]);
+    *log.1.lock().unwrap() = None;
+    session.append(&append, there(3, 1), there(3, 1)).unwrap();
+    assert_eq!(log.take(), ["check", "order", "write", "write"]);
 }
 
 #[test]

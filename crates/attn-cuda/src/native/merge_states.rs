@@ -40,7 +40,7 @@ pub struct MergeStatesArgs {
     pub states: usize,
     /// Rows of each: query tokens times query heads.
     pub rows: usize,
-    /// Elements of a row: a multiple of 4, up to 256.
+    /// Elements of a row: a multiple of 4, up to 576.
     pub head_dim: usize,
 }
 

@@ -107,6 +107,9 @@ class Rows:
             raise ShapeError(f"{what} is an array of JAX, which cannot be written; pass one of numpy or torch, or none")
         elif hasattr(x, "__dlpack_device__"):
             self.on_cuda = int(x.__dlpack_device__()[0]) == _CUDA
+            if self.on_cuda and _is_jax(x):
+                # JAX frees an array's memory without regard to work that it has not enqueued itself.
+                raise ShapeError(f"{what} is an array of JAX on a GPU; allowed: those on the CPU: pass jax.device_put({what}, jax.devices(\"cpu\")[0])")
         else:
             if writable:
                 raise ShapeError(f"{what} is a {type(x).__name__}; needed: an array that can be written in place")

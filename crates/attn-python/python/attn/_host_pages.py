@@ -107,7 +107,7 @@ class HostPages:
 
         Args:
             q: `[query tokens, query heads, dim]`, sequence after sequence.
-            page_table: int32 `[sequences, pages]`; entries behind a sequence's last token are not looked at.
+            page_table: int32 `[sequences, pages]`; entries behind a sequence's last token, and rows behind the last sequence's, are not looked at.
             kv_lens: cached tokens of each sequence, those of the step included.
             q_lens: query tokens of each; one each if not given.
             scale, causal, softcap, window_left, chunk, alibi_slopes, sinks, out, return_lse: as for `attn.Cache.attend`.

@@ -119,6 +119,14 @@ def merge_spans_over(
     return merge_spans(format, max_sums, o, kv_heads=kv_heads, dtype=dtype, sinks=sinks, v_scales=v_scales)
 
 
+def _check_numbers(what: str, rows: torch.Tensor, largest: float, format: str) -> None:
+    """Refuses numbers that a cache of this format does not take, whose magnitudes end at `largest`."""
+    if not torch.isfinite(rows).all():
+        raise NumberError(f"{what} has NaN or infinity; only finite numbers can be attended to: look for the layer that made it")
+    if torch.finfo(rows.dtype).max > largest and not (rows.abs() <= largest).all():
+        raise NumberError(f"{what} has a number of magnitude {float(rows.abs().max()):g}; {format} takes magnitudes up to {largest:g}: look for the layer that made it")
+
+
 class ContextParallelCache:
     """A cache whose tokens are sharded over the ranks of a group: rank r has positions r · share to (r + 1) · share, the last rank also those behind.
 
@@ -189,19 +197,32 @@ class ContextParallelCache:
         """Appends tokens to sequences, as `attn.Cache.append` does: every rank passes the rows of all of them, `[tokens, heads, dim]`, and keeps its own.
 
         Raises:
-            CacheFullError beyond max_tokens, NumberError for NaN and infinity in host memory, on every rank; those of `attn.Cache.append`.
+            CacheFullError beyond max_tokens, NumberError for NaN, infinity and numbers that the format does not take in host memory, on every rank; those of `attn.Cache.append`.
         """
         sequences, each = self._batch("k", k, sequences, "tokens", tokens)
         # A rank that refused its own rows alone would have other lengths than the rest.
-        for what, rows in (("k", k), ("v", v)):
+        for what, rows, largest in zip(("k", "v"), (k, v), self.cache._cache.largest):
             shape = (k.shape[0], self.cache.heads, self.cache.v_dim if what == "v" else self.cache.dim)
             if floats(what, rows).shape != shape:
                 raise ShapeError(f"{what} is no tensor {list(shape)}")
-            if not rows.is_cuda and not torch.isfinite(rows).all():
-                raise NumberError(f"{what} has NaN or infinity; only finite numbers can be attended to: look for the layer that made it")
+            if not rows.is_cuda:
+                _check_numbers(what, rows, largest, self.cache.format)
         for sequence, n in zip(sequences, each):
             if self._lens[sequence] + n > self._room:
                 raise CacheFullError(f"sequence {sequence} has {self._lens[sequence]} tokens and gets {n}, but the cache has room for {self._room}")
+        try:
+            told = self._append_own(k, v, sequences, each)
+        except BaseException:
+            self._keep_first_tiles(sequences)
+            raise
+        for sequence, n in zip(sequences, each):
+            self._lens[sequence] += n
+            self._newest[sequence] = min(n, self.cache._options.max_q_len)
+        if told is not None:
+            raise told
+
+    def _append_own(self, k: torch.Tensor, v: torch.Tensor, sequences: List[int], each: List[int]) -> Optional[RuntimeWarning]:
+        """Appends those of the rows that are this rank's, of so many tokens of each sequence. Returns a warning of which a filter makes an error: its tokens are in the cache."""
         kept, own, start = [], [], 0
         for sequence, n in zip(sequences, each):
             before = self._lens[sequence]
@@ -217,19 +238,20 @@ class ContextParallelCache:
             k, v = (torch.cat([x[slice(*part)] for part in kept]) for x in (k, v))
         try:
             self.cache.append(k, v, sequences=sequences, tokens=own)
-        except AttnError:
-            self._keep_first_tiles(sequences)
-            raise
-        for sequence, n in zip(sequences, each):
-            self._lens[sequence] += n
-            self._newest[sequence] = min(n, self.cache._options.max_q_len)
+        except RuntimeWarning as warning:
+            return warning
+        return None
 
     def _take_first_tile(self, sequence: int, k: torch.Tensor, v: torch.Tensor) -> None:
         """Takes what the tokens that come next have of a sequence's first tile; with its last one this rank's shard begins."""
         held = self._lens[sequence]
         if self._first_tiles is None or held >= TILE or len(k) == 0:
             return
-        self._first_tiles.append(k[: TILE - held], v[: TILE - held], sequences=sequence)
+        try:
+            self._first_tiles.append(k[: TILE - held], v[: TILE - held], sequences=sequence)
+        except RuntimeWarning:
+            # The rank whose tokens these are says the same of them.
+            pass
         if held + len(k) >= TILE:
             self.cache.begin_shard(sequence, self.rank * self.share, self._first_tiles.shard_centres(sequence))
 

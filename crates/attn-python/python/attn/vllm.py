@@ -27,6 +27,7 @@ from __future__ import annotations
 import copyreg
 import logging
 import os
+import weakref
 from collections import OrderedDict
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -44,7 +45,7 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheLayout
 
-from . import _attn
+from . import _attn, _largest_plans
 from ._errors import UnsupportedError
 from ._host_pages import HostPages
 from ._outlier_keys import LOOKED_AT, KeyLook, unevenness
@@ -73,8 +74,6 @@ HEAD_SIZES = [64, 80, 96, 128, 160, 192, 256, 320, 512]
 IDLE_THREADS = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "KMP_BLOCKTIME")
 # Plans of batches outside of graphs that are kept.
 _KEPT_PLANS = 16
-# The plans of the largest steps while vLLM measures memory, by layers that have the same.
-_largest_plans: Dict[Tuple, List[Plan]] = {}
 _LOG = logging.getLogger(__name__)
 
 
@@ -320,12 +319,13 @@ class AttnMetadataBuilder(AttentionMetadataBuilder):
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
         self.max_model_len = vllm_config.model_config.max_model_len
         # vLLM has measured memory: the plans of the largest steps leave it to those of real ones.
-        _largest_plans.clear()
+        _largest_plans.end_measuring()
         # Graphs hold the workspaces of the plans that they captured.
         # vLLM captures the largest batch first, whose scratch memory serves the others.
         self.scratch = Scratch()
         self.captured: Dict[Tuple, Plan] = {}
         self.plans: "OrderedDict[Tuple, Plan]" = OrderedDict()
+        weakref.finalize(self, _largest_plans.close_plans_of, self.captured, self.plans)
         scheduler = vllm_config.scheduler_config
         self.token_places = TokenPlaces(scheduler.max_num_batched_tokens + scheduler.max_num_seqs, device)
         self._blocks: Optional[Blocks] = None
@@ -452,6 +452,7 @@ class AttnImpl(AttentionImpl):
         self.is_appending = kv_sharing_target_layer_name is None
         self.alibi_slopes, self.sinks = alibi_slopes, sinks
         self.limits = Limits.of_engine()
+        self.largest_plans = _largest_plans.of_new_layer()
         self.key_look = KeyLook(kv_cache_dtype)
         # Of the CPU, by how blocks lie.
         self.host_pages: Dict[Tuple, HostPages] = {}
@@ -497,7 +498,7 @@ class AttnImpl(AttentionImpl):
         if output is None:
             output = torch.zeros_like(query)
         if attn_metadata is None:
-            # vLLM measures memory with a pass that has no batch.
+            # vLLM measures memory with a pass that has no batch; so have later passes, of ranks without requests among others.
             self._load(query)
             return output.fill_(0)
         tokens = attn_metadata.num_actual_tokens
@@ -533,17 +534,17 @@ class AttnImpl(AttentionImpl):
         """Loads the kernels of all steps, makes the plans of the largest ones, and runs each over no tokens: prompts of as many tokens as `query` has, and decoding, of one sequence
         and of as many as vLLM runs."""
         limits = self.limits
-        if limits is None or query.device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        if limits is None or self.largest_plans.is_over or query.device.type != "cuda" or torch.cuda.is_current_stream_capturing():
             return
         key = (self.key, self.kv_cache_dtype, query.dtype, query.device)
-        if key in _largest_plans:
+        if key in self.largest_plans.made:
             return
         format = FORMATS.get(self.kv_cache_dtype) or float_format(query.dtype)
         has_centres = format in CENTRED and limits.block >= FIRST_TILE
         prompt = max(min(len(query), limits.tokens), 1)
         decoding = (limits.decoded,) * limits.sequences
         steps = {(prompt,), decoding[:1], decoding, (prompt,) + decoding[1:]}
-        made, scratch = _largest_plans.setdefault(key, []), Scratch()
+        made, scratch = self.largest_plans.made.setdefault(key, []), Scratch()
         for q_lens in sorted(steps, key=sum, reverse=True):
             for longest in sorted({planned_len(max(q_lens), limits.tokens), limits.tokens}, reverse=True):
                 plan = Plan(

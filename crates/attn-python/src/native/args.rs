@@ -113,7 +113,11 @@ impl Plan {
         let (heads, dim) = (self.layout.num_kv_heads(), self.layout.head_dim());
         let k = Array::new("k", k)?;
         let (k_memory, dtype, tokens) = self.rows(&k, [heads, dim.k], 1)?;
-        let stride = |rows: &Array<'_>| usize::try_from(rows.strides[0]).unwrap_or(0);
+        // The stride of a single token says nothing.
+        let stride = |rows: &Array<'_>| match tokens {
+            0 | 1 => rows.shape[1] * rows.shape[2],
+            _ => usize::try_from(rows.strides[0]).unwrap_or(0),
+        };
         let Some(v) = v else {
             if !self.layout.format().latents {
                 return Err(errors::parameter(
@@ -175,6 +179,17 @@ impl Plan {
         to: &ExportArrays<'_>,
     ) -> PyResult<ExportArgs> {
         let (rows, _) = self.kv_rows(&to.k, Some(&to.v))?;
+        let (heads, dim) = (self.layout.num_kv_heads(), self.layout.head_dim());
+        for (what, apart, row) in [
+            ("k", rows.k_token_stride, heads * dim.k),
+            ("v", rows.v_token_stride, heads * dim.v),
+        ] {
+            if apart < row {
+                return Err(errors::shape(format!(
+                    "{what} has tokens {apart} elements apart, which overlap; an export writes rows {row} or more apart: pass a tensor that was not expanded"
+                )));
+            }
+        }
         let batch = self.problem.batch();
         Ok(ExportArgs {
             rows,

@@ -7,7 +7,10 @@ use attn::{
 };
 use pyo3::{prelude::*, types::PyCapsule};
 
-use super::Plan;
+use super::{
+    Plan,
+    table_rows::{rows_apart, rows_side_by_side},
+};
 use crate::{
     arrays::{PageArrays, RowArrays},
     dlpack::{Array, Dtype},
@@ -54,24 +57,16 @@ impl Plan {
         ])
     }
 
-    /// The table of pages or of residual pages: its address, and entries per sequence.
-    fn table(
+    /// The table of pages or of residual pages: its address, and the array.
+    fn table<'py>(
         &self,
         what: &'static str,
-        capsule: &Bound<'_, PyCapsule>,
-    ) -> PyResult<(DeviceAddress, usize)> {
+        capsule: &Bound<'py, PyCapsule>,
+    ) -> PyResult<(DeviceAddress, Array<'py>)> {
         let array = Array::new(what, capsule)?;
         array.check_rank(2, "[sequences, pages]")?;
         let memory = self.gpu.memory(&array, &[Dtype::I32], 1)?;
-        if array.shape[0] < self.problem.batch() {
-            return Err(errors::shape(format!(
-                "{what} has {} rows, but the plan has {} sequences",
-                array.shape[0],
-                self.problem.batch()
-            )));
-        }
-        let stride = usize::try_from(array.strides[0]).unwrap_or(0);
-        Ok((memory.address, stride.max(array.shape[1])))
+        Ok((memory.address, array))
     }
 
     fn kv_lens(&self, kv_lens: &Bound<'_, PyCapsule>) -> PyResult<DeviceAddress> {
@@ -79,16 +74,19 @@ impl Plan {
         self.gpu.list("kv_lens", Some(kv_lens), (Dtype::I32, bytes))
     }
 
-    /// The table of an attention: its address, and entries per sequence, which reach the longest length.
+    /// The table of an attention, whose rows reach the longest length: its address, and entries from one row to the next.
     fn full_table(&self, capsule: &Bound<'_, PyCapsule>) -> PyResult<(DeviceAddress, usize)> {
-        let (table, stride) = self.table("page_table", capsule)?;
-        if stride.saturating_mul(self.layout.page_size()) < self.plan.max_kv_len() {
+        let (address, table) = self.table("page_table", capsule)?;
+        let [rows, columns] = [table.shape[0], table.shape[1]];
+        let batch = self.problem.batch();
+        let apart = rows_apart(table.what, [rows, columns], table.strides[0], batch);
+        if columns.saturating_mul(self.layout.page_size()) < self.plan.max_kv_len() {
             return Err(errors::shape(format!(
-                "page_table has {stride} pages per sequence, but the plan's longest length, {}, needs more",
+                "page_table has {columns} pages per sequence, but the plan's longest length, {}, needs more",
                 self.plan.max_kv_len()
             )));
         }
-        Ok((table, stride))
+        Ok((address, apart.map_err(errors::shape)?))
     }
 
     /// Residual pages and their slots per sequence; null for formats without a window.
@@ -103,7 +101,11 @@ impl Plan {
                 self.layout.format()
             ))
         };
-        self.table("residual_pages", capsule.ok_or_else(missing)?)
+        let (address, table) = self.table("residual_pages", capsule.ok_or_else(missing)?)?;
+        let shape = [table.shape[0], table.shape[1]];
+        let batch = self.problem.batch();
+        let slots = rows_side_by_side(table.what, shape, table.strides[0], batch);
+        Ok((address, slots.map_err(errors::shape)?))
     }
 
     /// The sequences of an attention or an export in the library's pages; refuses a plan for another engine's.

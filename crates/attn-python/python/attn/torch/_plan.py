@@ -97,7 +97,7 @@ class Scratch:
 class Plan:
     """Launches for a batch shape: one number of query tokens for each sequence, lengths up to `max_kv_len`.
 
-    A plan's workspace serves one launch at a time: use it on one stream, or one plan for each stream. Results do not depend on the plan. A workspace grows with the number of
+    A plan's workspace serves one launch at a time: use it on one stream, or one plan for each stream. Torch's current device may be another. Results do not depend on the plan. A workspace grows with the number of
     sequences times `max_kv_len` (about 1.5 % of that many tokens in `"int8"`); plans of many batch shapes share one `Scratch`.
 
     Args:
@@ -326,8 +326,7 @@ class Plan:
             cu_seqlens_q: int32 `[sequences + 1]`: the first query token of each sequence, then the end of the last one's; at most as many as
                 `q_lens` has in all. Read on the device.
         """
-        with torch.cuda.device(self.device):
-            self._plan.list_query_blocks(_capsule(cu_seqlens_q), _capsule(self._blocks), self._stream())
+        self._plan.list_query_blocks(_capsule(cu_seqlens_q), _capsule(self._blocks), self._stream())
 
     def attend(
         self,
@@ -376,10 +375,9 @@ class Plan:
         like = dict(dtype=torch.float32, device=self.device)
         max_sums = torch.empty((self._plan.spans, *q.shape[:2], 2), **like)
         o = torch.empty((self._plan.spans, *q.shape[:2], self.v_dim), **like)
-        with torch.cuda.device(self.device):
-            pages = self._pages(pool, page_table, kv_lens, residual_pages)
-            spans = _arguments(max_sums=max_sums, o=o, tokens_before=tokens_before, tokens_after=tokens_after)
-            self._plan.attend_spans(pages, self._arrays(q, None, None), spans, self._stream())
+        pages = self._pages(pool, page_table, kv_lens, residual_pages)
+        spans = _arguments(max_sums=max_sums, o=o, tokens_before=tokens_before, tokens_after=tokens_after)
+        self._plan.attend_spans(pages, self._arrays(q, None, None), spans, self._stream())
         return max_sums, o
 
     def attend_rows(
@@ -426,9 +424,8 @@ class Plan:
             first_tokens: int32 `[sequences]`: the first token of each range; 0 if not given.
             pool, page_table, kv_lens, residual_pages: as for `attend`; the newest tokens are read as finely as a query at the end would.
         """
-        with torch.cuda.device(self.device):
-            rows = _arguments(k=k, v=v, row_starts=row_starts, first_tokens=first_tokens, max_tokens=count("max_tokens", max_tokens))
-            self._plan.export(self._pages(pool, page_table, kv_lens, residual_pages), rows, self._stream())
+        rows = _arguments(k=k, v=v, row_starts=row_starts, first_tokens=first_tokens, max_tokens=count("max_tokens", max_tokens))
+        self._plan.export(self._pages(pool, page_table, kv_lens, residual_pages), rows, self._stream())
 
     def append_slots_now(
         self,

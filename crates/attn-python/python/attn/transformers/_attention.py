@@ -78,7 +78,7 @@ def _over_cache(
             # transformers' window counts the token itself.
             window_left=None if window is None else window - 1,
             chunk=layer.window if layer.is_chunked else None,
-            sinks=layer.sinks_of(modifiers["sinks"]),
+            sinks=layer.sinks_of(modifiers["sinks"], query.shape[2]),
             arithmetic=layer.arithmetic,
         )
         latents = handed.latents

@@ -56,9 +56,16 @@ class HandedRows(Opaque):
     """K or V that waits for its attention: its shape, type and device can be asked for, and what changes nothing may be called."""
 
     def __init__(self, handed: Handed, name: str, x: torch.Tensor) -> None:
-        self.handed, self.name, self._x = handed, name, x
+        self.handed, self.name = handed, name
         self.shape, self.dtype, self.device, self.ndim = x.shape, x.dtype, x.device, x.dim()
-        self.size, self.dim = x.size, x.dim
+        # Without elements: K and V themselves are free when they have been attended (`Handed.drop`).
+        self._like = x.new_empty((0,) * x.dim())
+
+    def size(self, dim: Optional[int] = None) -> Any:
+        return self.shape if dim is None else self.shape[dim]
+
+    def dim(self) -> int:
+        return self.ndim
 
     def contiguous(self) -> "HandedRows":
         """Itself: the attention takes rows as they lie."""
@@ -66,7 +73,7 @@ class HandedRows(Opaque):
 
     def to(self, *args: Any, **kwargs: Any) -> "HandedRows":
         """Itself where there is nothing to convert."""
-        if self._x.to(*args, **kwargs) is not self._x:
+        if self._like.to(*args, **kwargs) is not self._like:
             self.refuse("to")
         return self
 

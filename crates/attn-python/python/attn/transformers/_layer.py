@@ -378,12 +378,16 @@ class QuantizedLayer(CacheLayerMixin):
                 self.cache.free(scratch)
         return out
 
-    def sinks_of(self, sinks: Optional[torch.Tensor]) -> Optional[List[float]]:
-        """A weight's numbers, copied from the device once."""
+    def sinks_of(self, sinks: Optional[torch.Tensor], tokens: int) -> Optional[List[float]]:
+        """A weight's numbers, in a pass of so many tokens.
+
+        On a GPU a copy to the host waits for the work ahead. A step of few tokens takes those of the passes before, unless torch says that the weight is another: it does
+        not of `weight.data`, nor of weights that were made under inference_mode, so that each sequence begins with a copy.
+        """
         if sinks is None:
             return None
-        version = (sinks.data_ptr(), sinks._version)
-        if self._sinks[0] != version:
+        version = (sinks.data_ptr(), None if sinks.is_inference() else sinks._version)
+        if sinks.device.type == "cpu" or self.seen == 0 or tokens > _TILE or self._sinks[0] != version:
             self._sinks = (version, sinks.detach().float().reshape(-1).tolist())
         return self._sinks[1]
 
