@@ -370,7 +370,7 @@ typedef struct attn_plan_info {
   size_t scratch_bytes;
   // Bytes of the query blocks; 0: there are none.
   size_t query_block_bytes;
-  // Entries of a sequence in attn_pages.residual_pages; 0 for formats without.
+  // Entries of a sequence in attn_pages.residual_pages, of a ragged plan for one that brings all tokens; 0 for formats without.
   size_t residual_slots;
   // Of these, the entries in front: a sequence keeps the residual pages of so many first pages for good. 0 for formats without.
   size_t first_residual_pages;
@@ -867,7 +867,8 @@ enum attn_status attn_plan_step(const struct attn_plan *plan,
 // the residual page of the token's page, or -1 if that has none, as it is neither one of the first nor of the last pages of its sequence; else NULL. Of pages, the pool and the scales are read. With tokens->rotary, K is
 // rotated by its positions before it is stored, and the queries of the same tokens beside it; the plan was created with attn_plan_config.rotary then.
 //
-// Needs: Everything that attn_plan_attend needs; on the device, slots are in the pool, no two are the same, and their pages belong to one sequence each; K and V are finite, and
+// Needs: Everything that attn_plan_attend needs; on the device, slots are in the pool, no two are the same, and their pages belong to one sequence each;
+// a sequence's tokens lie side by side, in order, with no token without a slot among them; K and V are finite, and
 // the positions of tokens with slots are rows of cos_sin.
 enum attn_status attn_plan_append_slots(const struct attn_plan *plan,
                                         const struct attn_pages *pages,

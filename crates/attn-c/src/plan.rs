@@ -79,7 +79,7 @@ pub struct PlanInfo {
     pub scratch_bytes: usize,
     /// Bytes of the query blocks; 0: there are none.
     pub query_block_bytes: usize,
-    /// Entries of a sequence in attn_pages.residual_pages; 0 for formats without.
+    /// Entries of a sequence in attn_pages.residual_pages, of a ragged plan for one that brings all tokens; 0 for formats without.
     pub residual_slots: usize,
     /// Of these, the entries in front: a sequence keeps the residual pages of so many first pages for good. 0 for formats without.
     pub first_residual_pages: usize,
@@ -98,6 +98,8 @@ pub struct Plan {
     pub(crate) device: Arc<attn::Device>,
     /// Whether launches leave the states of spans.
     leaves_spans: bool,
+    /// Whether sequences bring other numbers of query tokens from step to step.
+    is_ragged: bool,
     problem: Problem,
     pub(crate) layout: PageLayout,
     pub(crate) plan: NativePlan,
@@ -106,10 +108,14 @@ pub struct Plan {
 }
 
 impl Plan {
-    /// Residual pages of a sequence.
+    /// Residual pages of a sequence. One of a ragged plan may bring all tokens.
     fn residual_slots(&self) -> usize {
         let (format, page_size) = (self.layout.format(), self.layout.page_size());
-        format.residual_slots(page_size, self.problem.max_q_len())
+        let tokens = match self.is_ragged {
+            true => self.problem.query_tokens(),
+            false => self.problem.max_q_len(),
+        };
+        format.residual_slots(page_size, tokens)
     }
 }
 
@@ -189,6 +195,7 @@ pub unsafe extern "C" fn attn_plan_create(
         let handle = Plan {
             plan: gpu.prepare_for(&problem, format, kv, plan_for)?,
             leaves_spans: given.spans != 0,
+            is_ragged: given.ragged != 0,
             append,
             layout,
             device: device.clone(),

@@ -220,6 +220,7 @@ impl CudaPages {
             centres: self.centres().map(|centres| SlotCentres {
                 centres: centres.at(layer),
                 stride: centres.len_of_row(),
+                count: centres.sequences(),
                 rows: slots.centre_rows.at(base),
                 positions: slots.centre_positions.at(base),
                 tokens: CentreTokens::All,

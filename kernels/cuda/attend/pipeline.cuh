@@ -139,7 +139,7 @@ template <class Source> struct TileCopier {
     }
     // 32 entries from `first` on, as far as the table goes, before it is known which are needed; and what was needed, if it is there.
     METHOD u32 prefetch_pages(const DecodeParams& p, int first) const {
-        return PageTable::ENTRY_TOKENS == 0 ? 0 : table(p)[min(first + lane, p.page_table_stride - 1)];
+        return PageTable::ENTRY_TOKENS == 0 || p.page_table_stride == 0 ? 0 : table(p)[min(first + lane, p.page_table_stride - 1)];
     }
     METHOD void load_page_indices(const DecodeParams& p, u32 seen, int first) {
         if constexpr (PageTable::ENTRY_TOKENS != 0) {

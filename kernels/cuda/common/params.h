@@ -269,6 +269,8 @@ struct CheckParams {
     int* report;                               // i32 [4], zeroed: {kind, index, value, limit}.
     const long long* slots;                    // Slots of an append, as in AppendParams, or null.
     const long long* positions;                // Positions of the tokens to append, as in AppendParams, or null.
+    const unsigned int* centre_rows;           // Rows of the tokens' centres, as in AppendParams, or null.
+    const int* centre_positions;               // The tokens' numbers in their sequences, as in AppendParams, beside rows of centres.
     const int* cu_seqlens_q;                   // First query tokens, as in QueryBlocksParams, or null.
     long long num_positions;                   // Positions that are allowed; 0 where none matters.
     int max_kv_len;                            // The longest length that is allowed.
@@ -277,8 +279,10 @@ struct CheckParams {
     int head_dim;                              // Elements per head.
     int min_kv_len;                            // The shortest length that is allowed: the new tokens of an append.
     int query_tokens;                          // Query tokens of all sequences; of an append by slots, its tokens.
+    int num_blocks;                            // Entries of a list of query blocks that the device has made, which says how many query tokens there are; 0 without one.
+    unsigned int num_centre_rows;              // Rows of centres.
 };
-static_assert(sizeof(CheckParams) == 64, "params.rs");
+static_assert(sizeof(CheckParams) == 88, "params.rs");
 
 // Parameters of `grid_functions.cu`.
 struct GridFunctionsParams {

@@ -2,9 +2,9 @@
 //
 // Grid      (batch), of slots (1); 128 threads.
 // Reads     kv_lens, tokens_before, tokens_after, page table, residual pages, sinks, queries, positions of appended tokens; or slots, their residual pages and their
-//           tokens' positions; or cu_seqlens_q.
+//           tokens' positions, centres and numbers in their sequences; or cu_seqlens_q.
 // Writes    report: {kind, index, value, limit}; kind 0 if all inputs are allowed.
-// Shared    none.
+// Shared    the end of the query tokens.
 // Host      attn-cuda/src/native/mod.rs::check; parameters in kernels/src/cuda/params.rs.
 
 #include "common/dtype.cuh"
@@ -13,7 +13,7 @@
 
 namespace attn {
 
-enum { OK, KV_LEN, PAGE, RESIDUAL_PAGE, QUERY, SINK, SLOT, POSITION, QUERY_START, TOKENS_AFTER, TOKENS_BEFORE };
+enum { OK, KV_LEN, PAGE, RESIDUAL_PAGE, QUERY, SINK, SLOT, POSITION, QUERY_START, TOKENS_AFTER, TOKENS_BEFORE, CENTRE_ROW, CENTRE_POSITION };
 constexpr int SPAN_TOKENS = TILE << SPAN_SHIFT;  // shards but the last are of whole spans
 constexpr int MOST_TOKENS = 1 << 20;  // of a sequence in all shards
 
@@ -27,16 +27,37 @@ __device__ void check_position(const CheckParams& c, int token, long long at) {
     if (at < 0 || at >= c.num_positions) report(c.report, POSITION, token, clipped(at), clipped(c.num_positions));
 }
 
+__device__ void check_centre(const CheckParams& c, int token, long long slot) {
+    const unsigned int row = c.centre_rows[token];
+    if (row >= c.num_centre_rows) report(c.report, CENTRE_ROW, token, (int)row, (int)c.num_centre_rows);
+    // A sequence's pages are full but for the last, so that a token's number in its sequence and its place in the page agree.
+    const int at = c.centre_positions[token];
+    if (at < 0 || at >= MOST_TOKENS || at % c.page_size != (int)(slot % c.page_size)) report(c.report, CENTRE_POSITION, token, at, (int)(slot % c.page_size));
+}
+
 __device__ void check_slots(const DecodeParams& p, const CheckParams& c) {
     for (int i = threadIdx.x; i < c.query_tokens; i += blockDim.x) {
         const long long slot = c.slots[i];
         if (slot >= (long long)c.num_pages * c.page_size) report(c.report, SLOT, i, clipped(slot), (int)c.num_pages);
         // A token without a slot may have no position, either.
         if (slot >= 0 && c.positions != nullptr) check_position(c, i, c.positions[i]);
+        if (slot >= 0 && c.centre_rows != nullptr) check_centre(c, i, slot);
         if (slot < 0 || p.residual_pages == nullptr) continue;
         const unsigned int page = p.residual_pages[i];
         if (page >= c.num_pages && page != ~0u) report(c.report, RESIDUAL_PAGE, i, (int)page, (int)c.num_pages);
     }
+}
+
+// Query tokens of a step: those of a list of blocks where the device has made one. All threads of the CTA.
+__device__ int query_tokens(const DecodeParams& p, const CheckParams& c) {
+    if (c.num_blocks == 0) return c.query_tokens;
+    __shared__ int end;
+    if (threadIdx.x == 0) end = 0;
+    __syncthreads();
+    for (int i = threadIdx.x; i < c.num_blocks; i += blockDim.x)
+        if (p.query_blocks[i].tokens > 0) atomicMax(&end, p.query_blocks[i].first + p.query_blocks[i].tokens);
+    __syncthreads();
+    return min(end, c.query_tokens);
 }
 
 extern "C" __global__ void attn_check(const __grid_constant__ DecodeParams p, const __grid_constant__ CheckParams c) {
@@ -87,7 +108,7 @@ extern "C" __global__ void attn_check(const __grid_constant__ DecodeParams p, co
     if (p.q == nullptr) return;  // append
     for (int i = threadIdx.x; b == 0 && p.sinks != nullptr && i < p.num_q_heads; i += blockDim.x)
         if (!(fabsf(p.sinks[i]) <= 1e6f)) report(c.report, SINK, i, __float_as_int(p.sinks[i]), 0);
-    const long long token = (long long)p.num_q_heads * c.head_dim, all = token * c.query_tokens;
+    const long long token = (long long)p.num_q_heads * c.head_dim, all = token * query_tokens(p, c);
     for (long long i = (long long)b * blockDim.x + threadIdx.x; i < all; i += (long long)gridDim.x * blockDim.x) {
         const int head = (int)(i / c.head_dim % p.num_q_heads) / p.heads_per_kv;
         const float scale = p.k_tensor_scales ? p.k_tensor_scales[head] : 1.f;

@@ -5,7 +5,8 @@
 use attn_core::{HeadDim, KvFormat, Problem, Scheme, arithmetic, layout::run_bytes};
 
 use super::{
-    config::{DeviceLimits, H200_MEMORY_PACE, Kernel, SM_TEAMS, TEAMS},
+    config::{DeviceLimits, GROUP_ROWS, H200_MEMORY_PACE, Kernel, SM_TEAMS, TEAMS},
+    smem::cluster_partials,
     split::{MAX_CLUSTER, MergeVia, Split, kv_heads, longest, max_segments, rows},
 };
 
@@ -56,6 +57,8 @@ pub(crate) struct Cost {
     /// Time to read the whole cache as fast as the kernel can.
     read: f64,
     row_groups: usize,
+    /// How values are stored.
+    v: Scheme,
 }
 
 impl Cost {
@@ -69,7 +72,14 @@ impl Cost {
             tile: tile_us(problem, format),
             read: read_us(problem, format, pace, limits),
             row_groups: row_groups(problem),
+            v: format.v,
         }
+    }
+
+    /// Partials of a work item that so many teams of a cluster have room for.
+    fn cluster_partials(&self, problem: &Problem, teams: usize) -> usize {
+        let rows = GROUP_ROWS * self.row_groups;
+        cluster_partials(rows, self.v, problem.head_dim.v, teams)
     }
 
     pub(crate) fn of_split(&self, split: &Split) -> f64 {
@@ -247,6 +257,9 @@ pub(crate) fn fastest_split(
         .chain(clusters)
         .chain(global)
         .filter(|(.., via)| kernel.is_none_or(|kernel| via.kernel() == kernel))
-        .filter_map(|(teams, ctas, via)| Split::new(problem, sms, teams, ctas, via))
+        .filter_map(|(teams, ctas, via)| {
+            let most = cost.cluster_partials(problem, teams * ctas);
+            Split::new(problem, sms, [teams, ctas], via, most)
+        })
         .min_by(|a, b| cost.of_split(a).total_cmp(&cost.of_split(b)))
 }

@@ -224,7 +224,7 @@ pub fn block_rows(config: &KernelConfig, problem: &Problem, sms: usize) -> usize
 mod tests {
     use attn_core::Heads;
 
-    use super::{super::smem::TEAM_PARTIALS, *};
+    use super::{super::smem::cluster_partials, *};
 
     #[test]
     fn all_ctas_of_a_launch_run_at_once() {
@@ -244,8 +244,8 @@ mod tests {
                     };
                     let all = split.teams * split.ctas;
                     assert!(batch * all <= 264);
-                    let has_room =
-                        split.via != MergeVia::Cluster || split.partials_each <= TEAM_PARTIALS;
+                    let has_room = split.via != MergeVia::Cluster
+                        || split.partials <= cluster_partials(8, KvFormat::INT8.v, 128, all);
                     assert!(has_room, "{kv_len} {batch}");
                     assert!(split.tiles * all >= kv_len.div_ceil(64));
                     assert!(kernel.is_none_or(|kernel| kernel == split.via.kernel()));

@@ -452,6 +452,10 @@ blocks! {
         slots: u64 = "const long long*",
         /// Positions of the tokens to append, as in AppendParams, or null.
         positions: u64 = "const long long*",
+        /// Rows of the tokens' centres, as in AppendParams, or null.
+        centre_rows: u64 = "const unsigned int*",
+        /// The tokens' numbers in their sequences, as in AppendParams, beside rows of centres.
+        centre_positions: u64 = "const int*",
         /// First query tokens, as in QueryBlocksParams, or null.
         cu_seqlens_q: u64 = "const int*",
         /// Positions that are allowed; 0 where none matters.
@@ -468,6 +472,10 @@ blocks! {
         min_kv_len: i32 = "int",
         /// Query tokens of all sequences; of an append by slots, its tokens.
         query_tokens: i32 = "int",
+        /// Entries of a list of query blocks that the device has made, which says how many query tokens there are; 0 without one.
+        num_blocks: i32 = "int",
+        /// Rows of centres.
+        num_centre_rows: u32 = "unsigned int",
     }
 
     /// Parameters of `grid_functions.cu`.

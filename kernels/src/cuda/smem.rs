@@ -13,8 +13,10 @@ const KV_ONE_STAGE: usize = 12288;
 const UNPACKED_STAGES: [usize; 2] = [10, 4];
 const UNPACKED_FLOAT_STAGES: usize = 8;
 
-/// Partials that a team of a cluster receives room for.
+/// Partials that a team of a cluster receives room for, if jobs are as many as teams.
 pub(crate) const TEAM_PARTIALS: usize = 4;
+/// Warps that share each tile in `low_latency.cu`.
+const TILE_WARPS: usize = 4;
 
 /// What `many_rows.cu` turns codes into.
 #[derive(Clone, Copy)]
@@ -265,9 +267,28 @@ fn exchange_bytes(config: &KernelConfig) -> usize {
 fn partial_bytes(config: &KernelConfig, head_dim: usize) -> usize {
     let received = match config.kernel {
         Kernel::LowLatencyGlobal => 0,
-        _ => TEAM_PARTIALS * (head_dim / 32) * (32 * 4 + 8),
+        _ => received_bytes(config.rows(), head_dim),
     };
-    config.rows() * ((head_dim + 4) * 4 + received)
+    config.rows() * (head_dim + 4) * 4 + received
+}
+
+/// Room for the partials that a team of a cluster merges, of so many rows of values.
+fn received_bytes(rows: usize, v_dim: usize) -> usize {
+    TEAM_PARTIALS * rows * (v_dim / 32) * (32 * 4 + 8)
+}
+
+/// Partials of a work item that so many teams of a cluster have room for. Its merge is jobs, which teams take in turn: rows, where these are rotated or the runs of 32
+/// dims are more than warps, else those runs (`MergeJobs` in `low_latency/partials_cluster.cuh`).
+pub(crate) fn cluster_partials(rows: usize, v: Scheme, v_dim: usize, teams: usize) -> usize {
+    let (runs, warps) = (rows * (v_dim / 32), teams * TILE_WARPS);
+    let of = |jobs: usize, dims: usize| {
+        let of_job = received_bytes(rows, v_dim) / jobs.div_ceil(teams);
+        of_job / 16 * 16 / (dims * 4 + 8)
+    };
+    let by_rows = (v.is_rotated() || runs > warps).then(|| of(rows, v_dim));
+    let by_runs = (!v.is_rotated()).then(|| of(runs.min(warps), 32));
+    let most = [by_rows, by_runs].into_iter().flatten();
+    most.fold(TEAM_PARTIALS * teams, usize::min)
 }
 
 #[cfg(test)]

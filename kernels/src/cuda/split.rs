@@ -2,10 +2,7 @@
 
 use attn_core::{Problem, arithmetic, segments};
 
-use super::{
-    config::{Kernel, KernelConfig, SM_TEAMS},
-    smem::TEAM_PARTIALS,
-};
+use super::config::{Kernel, KernelConfig, SM_TEAMS};
 
 /// CTAs of a cluster: more are not portable, and were not faster.
 pub(super) const MAX_CLUSTER: usize = 8;
@@ -47,13 +44,13 @@ pub(crate) struct Split {
 }
 
 impl Split {
-    /// `None` if not all CTAs run at once, or a team would have more partials than there is shared memory for.
+    /// `None` if not all CTAs run at once, or a cluster would have more partials than `most`, for which there is shared memory.
     pub(super) fn new(
         problem: &Problem,
         sms: usize,
-        teams: usize,
-        ctas: usize,
+        [teams, ctas]: [usize; 2],
         via: MergeVia,
+        most: usize,
     ) -> Option<Self> {
         let longest = longest(problem);
         let all = teams * ctas;
@@ -74,7 +71,7 @@ impl Split {
         let by_tiles = in_cluster && tiles <= 2 * all;
         let by_segments = match via {
             MergeVia::None => false,
-            MergeVia::Cluster => segments <= TEAM_PARTIALS * all,
+            MergeVia::Cluster => segments <= most,
             MergeVia::Global { segments } => segments,
         };
         let (partials, partial_tiles) = if by_tiles {
@@ -85,7 +82,7 @@ impl Split {
             (spans, arithmetic::SEGMENT * arithmetic::SPAN)
         };
         let partials_each = partials.div_ceil(all);
-        if in_cluster && partials_each > TEAM_PARTIALS {
+        if in_cluster && partials > most {
             return None;
         }
         Some(Split {

@@ -228,7 +228,8 @@ pub unsafe extern "C" fn attn_plan_step(
 /// rotated by its positions before it is stored, and the queries of the same tokens beside it; the plan was created with attn_plan_config.rotary then.
 ///
 /// # Safety
-/// Everything that attn_plan_attend needs; on the device, slots are in the pool, no two are the same, and their pages belong to one sequence each; K and V are finite, and
+/// Everything that attn_plan_attend needs; on the device, slots are in the pool, no two are the same, and their pages belong to one sequence each;
+/// a sequence's tokens lie side by side, in order, with no token without a slot among them; K and V are finite, and
 /// the positions of tokens with slots are rows of cos_sin.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn attn_plan_append_slots(

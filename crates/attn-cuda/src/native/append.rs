@@ -8,7 +8,7 @@ use attn_kernels::cuda::{
 
 use super::{
     check::Checked,
-    decode::{NativePlan, launch_decode},
+    decode::{NativePlan, check_purpose, launch_decode},
     decode_args::DecodeArgs,
     grid::{COPY_THREADS, Grid},
     kv::{PagedSequences, check_scale_addresses},
@@ -227,6 +227,8 @@ impl CudaBackend {
         append_args: &AppendArgs,
         decode_args: &DecodeArgs,
     ) -> Result<(), Error> {
+        // Ahead of the append, which would be enqueued.
+        check_purpose(plan, false)?;
         // What is ahead of an append of nothing may still run.
         let is_early = append_args.batch > 0 && append_args.query_heads() == 0;
         let appended = if is_early { append_args.tokens } else { 0 };

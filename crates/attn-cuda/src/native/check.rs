@@ -130,6 +130,15 @@ fn explained([kind, index, value, limit]: [i32; 4], limits: &CheckParams) -> Cud
             value.to_string(),
             format!("multiples of 1024 up to {limit}: a sequence has 1048576 tokens at most"),
         ),
+        11 => ("centre_rows", page(), format!("0 to {}", limit - 1)),
+        12 => (
+            "centre_positions",
+            value.to_string(),
+            format!(
+                "the token's number in its sequence: {limit}, as the slot says, plus a multiple of {}, below 1048576",
+                limits.page_size
+            ),
+        ),
         _ => (
             "q",
             float(),
@@ -175,6 +184,14 @@ mod tests {
             (
                 [10, 1, 64, 4096],
                 "tokens_before[1] is 64, allowed multiples of 1024 up to 4096",
+            ),
+            (
+                [11, 3, -1, 9],
+                "centre_rows[3] is 4294967295, allowed 0 to 8",
+            ),
+            (
+                [12, 3, 64, 5],
+                "centre_positions[3] is 64, allowed the token's number in its sequence: 5, as the slot says, plus a multiple of 64",
             ),
         ] {
             let text = explained(found, &limits).to_string();

@@ -230,6 +230,19 @@ pub(crate) unsafe fn launch_decode(
     unsafe { launch_decode_as(device, plan, stream, args, &beside) }
 }
 
+/// Refuses a plan for spans to decode, and any other to attend spans.
+pub(super) fn check_purpose(plan: &NativePlan, attends_spans: bool) -> Result<(), Error> {
+    if plan.launch_plan.leaves_spans() == attends_spans {
+        return Ok(());
+    }
+    let given = match attends_spans {
+        true => "a plan whose launches finish their rows",
+        false => "a plan for spans, whose launches leave their states",
+    };
+    let allowed = "a plan for spans to attend spans, any other to decode";
+    refuse("plan", format_args!("{given}"), allowed)
+}
+
 /// Launches a decode; with `spans`, a plan's launch leaves the states of its spans there.
 ///
 /// # Safety
@@ -247,14 +260,7 @@ pub(crate) unsafe fn launch_decode_as(
         spans,
         centres,
     } = *beside;
-    if plan.launch_plan.leaves_spans() != spans.is_some() {
-        let given = match spans {
-            Some(_) => "a plan whose launches finish their rows",
-            None => "a plan for spans, whose launches leave their states",
-        };
-        let allowed = "a plan for spans to attend spans, any other to decode";
-        return refuse("plan", format_args!("{given}"), allowed);
-    }
+    check_purpose(plan, spans.is_some())?;
     if plan.problem.rows() == 0 {
         return Ok(());
     }
@@ -279,6 +285,10 @@ pub(crate) unsafe fn launch_decode_as(
             page_size: sizes::int("page_size", plan.layout.table_page_size())?,
             head_dim: sizes::int("head_dim", plan.problem.head_dim.k)?,
             query_tokens: sizes::int("query tokens", plan.problem.query_tokens())?,
+            num_blocks: match plan.list_blocks {
+                Some(_) => sizes::int("query blocks", plan.launch_plan.num_blocks)?,
+                None => 0,
+            },
             ..CheckParams::default()
         };
         let checked = Checked {

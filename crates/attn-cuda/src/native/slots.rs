@@ -26,7 +26,7 @@ use crate::{handles::DeviceAddress, sizes};
 ///
 /// # Safety
 /// - On the device, no two slots are the same; slots that are not negative are in the pool, as are the residual pages of their tokens, in pages that belong to
-///   one sequence; a sequence's tokens lie side by side, in order; K and V of tokens with slots are finite.
+///   one sequence; a sequence's tokens lie side by side, in order, with no token without a slot among them; K and V of tokens with slots are finite.
 /// - With `rotary`, on the device, positions of tokens with slots are rows of `cos_sin`, and K is finite once rotated; rotated queries overlap nothing that
 ///   runs meanwhile, and not K or V.
 #[derive(Debug, Clone, Copy)]
@@ -57,6 +57,8 @@ pub struct SlotCentres {
     pub centres: DeviceAddress,
     /// Elements from one row to the next.
     pub stride: usize,
+    /// Rows.
+    pub count: usize,
     /// u32 `[tokens]`: the row of the centres of each token's sequence.
     pub rows: DeviceAddress,
     /// i32 `[tokens]`: each token's number in its sequence.
@@ -144,6 +146,9 @@ unsafe impl Op for SlotAppendArgs {
                 page_size: sizes::int("page_size", shape.layout.page_size())?,
                 positions: self.rotary.map_or(0, |rotary| rotary.positions.get()),
                 num_positions: self.rotary.map_or(0, |rotary| rotary.rows()),
+                centre_rows: self.centres.map_or(0, |of| of.rows.get()),
+                centre_positions: self.centres.map_or(0, |of| of.positions.get()),
+                num_centre_rows: sizes::axis(self.centres.map_or(0, |of| of.count)),
                 ..CheckParams::default()
             },
         }))

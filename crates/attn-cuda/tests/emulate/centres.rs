@@ -93,6 +93,7 @@ impl EmulatedPages {
             centres: Some(SlotCentres {
                 centres: address(&self.centres),
                 stride: self.len_of_row(),
+                count: self.centres.len() / self.len_of_row(),
                 rows: address(&rows),
                 positions: address(&positions),
                 tokens: CentreTokens::All,

@@ -142,19 +142,42 @@ impl Job {
     /// A shape by a plan for sequences of [`REACH`] tokens, on a GPU that is large for it.
     fn of_long_plan(case: Case, preferences: Preferences) -> Result<Self> {
         let limits = DeviceLimits::new(Arch::Sm90a.shared_limit(), 24);
-        let layout = KvLayout::Pages(case.page_size);
-        let mut planned = case.problem.clone();
-        planned.kv_lens[0] = REACH;
-        let kind = PlanKind::Known;
-        let plan = LaunchPlan::new(kind, limits, &preferences, &planned, case.format, layout)?;
-        let is_global = plan.config.kernel == Kernel::LowLatencyGlobal;
+        let job = Self::of_longer(case, preferences, limits, REACH)?;
+        let is_global = job.plan.config.kernel == Kernel::LowLatencyGlobal;
         ensure!(
-            is_global || !plan.launch.partial_per_segment,
+            is_global || !job.plan.launch.partial_per_segment,
             "the plan is for few tokens"
         );
+        Ok(job)
+    }
+
+    /// A shape by an H100's plan for 16 teams of a cluster, which are more than there are rows to merge.
+    fn of_cluster_plan(case: Case) -> Result<Self> {
+        let mut limits = DeviceLimits::new(Arch::Sm90a.shared_limit(), 132);
+        limits.memory_pace = 3.35e6;
+        let job = Self::of_longer(case, prefers(KernelChoice::LowLatency), limits, 16_384)?;
+        let launch = &job.plan.launch;
+        ensure!(
+            launch.cluster * launch.teams == 16,
+            "the plan is for fewer teams"
+        );
+        Ok(job)
+    }
+
+    fn of_longer(
+        case: Case,
+        preferences: Preferences,
+        limits: DeviceLimits,
+        reach: usize,
+    ) -> Result<Self> {
+        let layout = KvLayout::Pages(case.page_size);
+        let mut planned = case.problem.clone();
+        planned.kv_lens[0] = reach;
+        let kind = PlanKind::Known;
+        let plan = LaunchPlan::new(kind, limits, &preferences, &planned, case.format, layout)?;
         Ok(Job {
             kind,
-            reach: REACH,
+            reach,
             case,
             layout,
             arch: Arch::Sm90a,

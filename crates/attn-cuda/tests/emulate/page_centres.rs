@@ -127,6 +127,7 @@ fn differs((name, head_dim, heads, page_size): Job, kernels: &Kernels) -> Result
             centres: Some(SlotCentres {
                 centres: at,
                 stride,
+                count: pool.num_pages,
                 rows: address(&step.first_pages),
                 positions: address(&step.positions),
                 tokens: CentreTokens::All,

@@ -166,6 +166,7 @@ impl Plan {
         Ok(SlotCentres {
             centres: at,
             stride,
+            count: pool.num_pages,
             rows: list("first_pages", &centres.first_pages)?,
             positions: list("positions", &centres.positions)?,
             tokens: CentreTokens::All,

@@ -9,9 +9,22 @@ namespace attn {
 
 constexpr int TEAM_PARTIALS = 4;                                                                    // of the work item, for each of its teams, at most
 
-// Room for the partials of a team's merge jobs: of as many partials as all teams can have, 32 dims and (max, sum) each. Teams are a power
-// of two that divides the jobs of ROWS rows, so jobs of fewer rows never leave one of them more.
+// Room for the partials of a team's merge jobs: 32 dims and (max, sum) each.
 constexpr int RECEIVED_BYTES = TEAM_PARTIALS * Config::ROWS * (V_DIM / 32) * (32 * 4 + 8);
+// Partials that there is room for where so many teams share jobs of so many dims (partials_cluster.cuh); each job begins at a multiple of 16 bytes.
+constexpr int received_partials(int jobs, int dims, int teams) { return (RECEIVED_BYTES / ((jobs + teams - 1) / teams) & ~15) / (dims * 4 + 8); }
+// Partials of a work item that so many teams of a cluster can have; `cluster_partials` of smem.rs.
+constexpr int cluster_partials(int teams) {
+    constexpr int RUNS = Config::ROWS * (V_DIM / 32);
+    const bool may_be_rows = Values::IS_ROTATED || RUNS > teams * Config::TILE_WARPS;
+    const int by_rows = may_be_rows ? received_partials(Config::ROWS, V_DIM, teams) : TEAM_PARTIALS * teams;
+    const int by_runs = Values::IS_ROTATED ? by_rows : received_partials(smaller(RUNS, teams * Config::TILE_WARPS), 32, teams);
+    return smaller(TEAM_PARTIALS * teams, smaller(by_rows, by_runs));
+}
+constexpr int MOST_TEAMS = 16;
+static_assert(Config::MERGES_GLOBALLY || (cluster_partials(2) == TEAM_PARTIALS * 2 && cluster_partials(4) == TEAM_PARTIALS * 4 && cluster_partials(8) == TEAM_PARTIALS * 8),
+              "low_latency.cu takes it for granted");
+static_assert(Config::MERGES_GLOBALLY || cluster_partials(MOST_TEAMS) >= 2 * MOST_TEAMS, "partials may be tiles");
 constexpr int STATE_BYTES = Config::ROWS * Config::STATE_STRIDE * 4;
 static_assert(STATE_BYTES <= RECEIVED_BYTES, "a work item's second state waits where a cluster's partials would");
 

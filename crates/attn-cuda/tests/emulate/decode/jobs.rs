@@ -2,6 +2,7 @@
 
 use anyhow::Result;
 use attn_conformance::Case;
+use attn_core::KvFormat;
 use attn_cuda::{internals::PlanKind, native::KvLayout};
 use attn_kernels::cuda::{Arch, Kernel, KernelChoice, Preferences};
 
@@ -104,6 +105,8 @@ impl Shapes {
             }
             self.jobs.extend(from_f16(&case)?);
         }
+        let of_cluster = Case::new([10, 10], 128, &[9000], KvFormat::INT8);
+        self.jobs.push(Job::of_cluster_plan(of_cluster)?);
         for case in short_ones() {
             for kernel in [KernelChoice::SplitKv(None), KernelChoice::LowLatencyGlobal] {
                 self.jobs
