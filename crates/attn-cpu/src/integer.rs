@@ -143,10 +143,32 @@ pub(crate) unsafe fn scores<D: Dot, const R: usize, const NIBBLES: bool>(
     rows: &mut QueryRows,
     row: usize,
 ) {
+    // SAFETY: the caller's contract.
+    unsafe {
+        if !NIBBLES && has_large_sums(d, tile) {
+            scores_in_place::<D, R, NIBBLES, true>(d, tile, fetch, rows, row);
+        } else {
+            scores_in_place::<D, R, NIBBLES, false>(d, tile, fetch, rows, row);
+        }
+    }
+}
+
+/// [`scores`], of groups whose sums are `LARGE` or not ([`has_large_sums`]).
+///
+/// # Safety
+/// Those of [`scores`].
+#[inline(always)]
+unsafe fn scores_in_place<D: Dot, const R: usize, const NIBBLES: bool, const LARGE: bool>(
+    d: D,
+    tile: &Tile,
+    fetch: &mut Fetch,
+    rows: &mut QueryRows,
+    row: usize,
+) {
     let (s, dim) = (d.simd(), rows.dim.k);
     let each = dim / 16 * D::OPERAND;
     let operands = rows.k_operands.as_slice()[row * each..][..R * each].as_ptr();
-    let mut out = Scores::<R>::of(d, tile, rows, row);
+    let mut out = Scores::<R, LARGE>::of(d, tile, rows, row);
     for t in (0..tile.tokens).step_by(D::S::LANES) {
         let keys = Keys {
             base: tile.k[t / 16],
@@ -187,6 +209,29 @@ pub(crate) unsafe fn scores_of_lanes<D: Dot, const R: usize, const NIBBLES: bool
     rows: &mut QueryRows,
     row: usize,
 ) {
+    // SAFETY: the caller's contract.
+    unsafe {
+        if !NIBBLES && has_large_sums(d, tile) {
+            scores_unpacked::<D, R, NIBBLES, true>(d, tile, codes, fetch, rows, row);
+        } else {
+            scores_unpacked::<D, R, NIBBLES, false>(d, tile, codes, fetch, rows, row);
+        }
+    }
+}
+
+/// [`scores_of_lanes`], of groups whose sums are `LARGE` or not ([`has_large_sums`]).
+///
+/// # Safety
+/// Those of [`scores_of_lanes`].
+#[inline(always)]
+unsafe fn scores_unpacked<D: Dot, const R: usize, const NIBBLES: bool, const LARGE: bool>(
+    d: D,
+    tile: &Tile,
+    codes: &LaneCodes,
+    fetch: &mut Fetch,
+    rows: &mut QueryRows,
+    row: usize,
+) {
     const V: usize = 2;
     let (s, dim) = (d.simd(), rows.dim.k);
     let all = dim / 16;
@@ -195,7 +240,7 @@ pub(crate) unsafe fn scores_of_lanes<D: Dot, const R: usize, const NIBBLES: bool
         base: rows.k_operands.as_slice()[row * each..][..R * each].as_ptr(),
         row: each,
     };
-    let mut out = Scores::<R>::of(d, tile, rows, row);
+    let mut out = Scores::<R, LARGE>::of(d, tile, rows, row);
     for t in (0..tile.tokens).step_by(V * D::S::LANES) {
         fetch.step(s);
         let mut a = [[s.splat(0.0); R]; V];
@@ -222,13 +267,17 @@ pub(crate) unsafe fn scores_of_lanes<D: Dot, const R: usize, const NIBBLES: bool
     }
 }
 
-/// Most dims of a group whose sums of products with 8-bit codes are exact in f32 while a bias is in them. Without it those of all dims are: 127² · 576 < 2^24.
-const EXACT_BIASED_DIMS: usize = (1 << 24) / (127 * 255);
+/// Whether sums of products with 8-bit codes exceed what f32 holds exactly while a bias is in them: those of more than 518 dims do. Without it all are exact:
+/// 127² · 576 < 2^24.
+#[inline(always)]
+fn has_large_sums<D: Dot>(_: D, tile: &Tile) -> bool {
+    D::K_BIAS != 0 && tile.k_groups.dims() > (1 << 24) / (127 * 255)
+}
 
 /// Where the scores of `R` rows go, and what makes them of sums. Numbers of rows stay in memory: an operation repeats one for all lanes at no cost,
 /// and a vector of it would take a register, or a load of a whole line.
-struct Scores<const R: usize> {
-    /// `Q_g`, `[row][MAX_GROUPS]`; what is taken out of the sums for each of it as integers, and what is added to the sums as floats.
+struct Scores<const R: usize, const LARGE: bool> {
+    /// `Q_g`, `[row][MAX_GROUPS]`; what is taken out of `LARGE` sums for each of it as integers, and what is added to all sums as floats.
     q_sums: *const f32,
     integer_bias: i32,
     bias: f32,
@@ -237,11 +286,10 @@ struct Scores<const R: usize> {
     out: *mut f32,
 }
 
-impl<const R: usize> Scores<R> {
+impl<const R: usize, const LARGE: bool> Scores<R, LARGE> {
     #[inline(always)]
     fn of<D: Dot>(_: D, tile: &Tile, rows: &mut QueryRows, row: usize) -> Self {
-        let is_exact = tile.k_nibbles || tile.k_groups.dims() <= EXACT_BIASED_DIMS;
-        let integer_bias = if is_exact { 0 } else { D::K_BIAS };
+        let integer_bias = if LARGE { D::K_BIAS } else { 0 };
         Scores {
             q_sums: rows.q_sums.as_slice()[row * MAX_GROUPS..][..R * MAX_GROUPS].as_ptr(),
             integer_bias,
@@ -266,7 +314,7 @@ impl<const R: usize> Scores<R> {
         a: &mut [S::F; R],
     ) {
         let mut sums = *sums;
-        if self.integer_bias != 0 {
+        if LARGE {
             for r in 0..R {
                 // SAFETY: group g < MAX_GROUPS of row r.
                 let q_sum = unsafe { *self.q_sums.add(r * MAX_GROUPS + g) } as i32;
