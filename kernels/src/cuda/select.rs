@@ -207,12 +207,7 @@ impl Shape {
             true => 4,
             false => 8,
         };
-        // Four warps unpack too slowly for two teams: measured in kernels/README.md.
-        let unpacks = k.code_bits() == 4 || v.code_bits() == 4 || k == Scheme::Fp8E4m3;
-        let producers = match unpacks && row_warps == 1 && shared_limit >= BULK_SHARED {
-            true => 2,
-            false => 1,
-        };
+        let producers = self.producers(row_warps, row_groups, shared_limit);
         // Floats of 16 bits are read a tile at a time.
         let is_whole_tiles = move |stages: &usize| !is_16_bit || stages.is_multiple_of(2);
         (2..=9 * row_warps)
@@ -227,6 +222,22 @@ impl Shape {
                 producers,
             })
             .find(|config| self.fits(config, 1, shared_limit))
+    }
+
+    /// Warpgroups that copy tiles and unpack codes. Four warps unpack too slowly for two teams, but where codes of 4 bits are plain: attending 64 rows takes longer
+    /// then, and needs the registers (`kernels/README.md`).
+    fn producers(&self, row_warps: usize, row_groups: usize, shared_limit: usize) -> usize {
+        let sides = [self.format.k, self.format.v];
+        let has_nibbles = sides.iter().any(|side| side.code_bits() == 4);
+        let is_plain = |side: &Scheme| side.code_bits() == 4 && !side.is_rotated();
+        let unpacks_slowly = match self.format.k {
+            Scheme::Fp8E4m3 => true,
+            _ => has_nibbles && (row_groups == 4 || !sides.iter().any(is_plain)),
+        };
+        match unpacks_slowly && row_warps == 1 && shared_limit >= BULK_SHARED {
+            true => 2,
+            false => 1,
+        }
     }
 
     /// The configuration of `many_rows.cu` for wide rows, of which its warpgroups have 64 together; `None` where it does not cover the shape.
