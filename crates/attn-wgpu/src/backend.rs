@@ -272,7 +272,7 @@ impl WgpuBackend {
     /// Prepares a step on a contiguous cache in the caller's buffers, which is read in place.
     ///
     /// # Errors
-    /// Those of [`Problem::check`]; [`Error::Parameter`] for a scheme that has no row form; those of [`Scheme::check_scales`](attn_core::Scheme::check_scales) for
+    /// Those of [`Problem::check`]; those of [`KvFormat::check_rows`]; those of [`Scheme::check_scales`](attn_core::Scheme::check_scales) for
     /// the static scales; [`Error::Device`] for buffers that are too short, or whose offsets and strides do not suit the kernels' loads.
     pub fn prepare_view(
         &self,
@@ -280,6 +280,8 @@ impl WgpuBackend {
         view: &DeviceView<'_>,
     ) -> Result<Prepared, Error> {
         self.gpu.alive("preparing a view")?;
+        problem.check()?;
+        view.format.check_rows(problem.head_dim)?;
         self.check(problem, view.format)?;
         let (stored, lists) = view.check(&self.gpu, problem)?;
         let source = KvTables {

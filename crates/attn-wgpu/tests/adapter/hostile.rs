@@ -3,7 +3,7 @@
 use attn_conformance::trials::Trials;
 use attn_core::{
     Append, CacheConfig, DecodeAttention, DecodeStep, Error, Heads, Int8Scale, KvCache, KvFormat,
-    KvSource, PageStore, Problem, Scheme, Unsupported,
+    KvSource, KvView, PageStore, Problem, Scheme, StridedRows, Unsupported,
 };
 use attn_cpu::Reference;
 use attn_wgpu::{DevicePages, DeviceView, SideRows, WgpuBackend, WgpuError, wgpu};
@@ -208,6 +208,36 @@ fn steps_beyond_the_device_are_refused_before_memory_is_asked_for(backend: &Wgpu
     }
 }
 
+/// Kills views of latents, whose V has no rows, and formats that the core's own views refuse with another error.
+fn views_of_formats_without_rows_are_refused_as_the_cores_are(backend: &WgpuBackend) {
+    let (codes, scales) = (buffer(backend, 1 << 16), buffer(backend, 1 << 16));
+    let bytes = vec![0; 1 << 16];
+    let halves = vec![0; 1 << 16];
+    let problem = Problem::new(Heads::new(HEADS, HEADS, DIM), vec![3, 5]);
+    for name in [
+        "int8-latents",
+        "int8-plain-latents",
+        "fp8-latents",
+        "bf16-latents",
+        "f16-latents",
+        "int4",
+        "int8",
+        "int8-plain/int8",
+        "int4-g1/int8-plain",
+    ] {
+        let format: KvFormat = name.parse().unwrap();
+        let view = DeviceView {
+            format,
+            ..view(&codes, &scales)
+        };
+        let rows = StridedRows::bnsh(&bytes, &halves, HEADS, 5, 2 * DIM, 8);
+        let of_core = KvView::new(&problem, format, rows, rows, [&[], &[]]).map(|_| ());
+        let found = backend.prepare_view(&problem, &view).map(|_| ());
+        assert!(matches!(of_core, Err(Error::Parameter { .. })), "{name}");
+        assert_eq!(format!("{found:?}"), format!("{of_core:?}"), "{name}");
+    }
+}
+
 fn tensor_scales_of_a_view_are_in_range(backend: &WgpuBackend) {
     let codes = buffer(backend, 4096);
     let problem = Problem::new(Heads::new(HEADS, HEADS, DIM), vec![3]);
@@ -404,6 +434,10 @@ pub fn add(trials: Trials<WgpuBackend>) -> Trials<WgpuBackend> {
         .test(
             "hostile: steps beyond the device are refused before memory is asked for",
             steps_beyond_the_device_are_refused_before_memory_is_asked_for,
+        )
+        .test(
+            "hostile: views of formats without rows are refused as the core's are",
+            views_of_formats_without_rows_are_refused_as_the_cores_are,
         )
         .test(
             "hostile: tensor scales of a view are in range",
