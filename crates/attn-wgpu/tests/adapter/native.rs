@@ -339,6 +339,46 @@ fn an_engines_rows_are_read_where_they_lie(backend: &WgpuBackend) {
     assert_eq!(bits(&want_lse), download(backend, &lse));
 }
 
+/// A device whose bindings have so many bytes.
+fn with_bindings(backend: &WgpuBackend, bytes: u64) -> WgpuBackend {
+    let mut descriptor = wgpu::InstanceDescriptor::new_without_display_handle();
+    descriptor.flags = wgpu::InstanceFlags::empty();
+    let instance = wgpu::Instance::new(descriptor);
+    let adapters = pollster::block_on(instance.enumerate_adapters(wgpu::Backends::all()));
+    let name = backend.wgpu_device().adapter_info().name;
+    let mut adapters = adapters.into_iter();
+    let adapter = adapters.find(|adapter| adapter.get_info().name == name);
+    let opened = adapter.unwrap().request_device(&wgpu::DeviceDescriptor {
+        required_limits: wgpu::Limits {
+            max_storage_buffer_binding_size: bytes,
+            ..Default::default()
+        },
+        ..Default::default()
+    });
+    let (device, queue) = pollster::block_on(opened).unwrap();
+    WgpuBackend::with_device(device, queue).unwrap()
+}
+
+/// Kills staging memory as long as the input: the first tokens of new sequences, which are written together, lie apart by a whole prompt.
+fn new_sequences_are_appended_whose_tokens_no_binding_holds_at_once(backend: &WgpuBackend) {
+    let small = with_bindings(backend, 256 << 10);
+    let config = CacheConfig::builder(KvFormat::INT8, Heads::new(2, 2, 64))
+        .sequences(4)
+        .max_len(400)
+        .build();
+    let appends = [0, 1, 2, 3].map(|sequence| Append {
+        sequence,
+        tokens: 400,
+    });
+    let [k, v] = [1, 2].map(|seed| noise::uniform(seed, 0..4 * 400 * 2 * 64));
+    let [theirs, ours] = [&Reference::new() as &dyn DecodeAttention, &small].map(|backend| {
+        let mut cache = backend.create_cache(&config).unwrap();
+        cache.append_batch(&appends, &k, &v).unwrap();
+        [0, 1, 2, 3].map(|sequence| cache.image(sequence).unwrap().as_bytes().to_vec())
+    });
+    assert!(theirs == ours);
+}
+
 /// What is awaited is what waits, to the last step: 16-bit outputs are rounded, too.
 fn awaited_calls_answer_as_those_that_wait(backend: &WgpuBackend) {
     let heads = Heads {
@@ -387,6 +427,10 @@ pub fn add(trials: Trials<WgpuBackend>) -> Trials<WgpuBackend> {
         .test(
             "native: an engines rows are read where they lie",
             an_engines_rows_are_read_where_they_lie,
+        )
+        .test(
+            "native: new sequences are appended whose tokens no binding holds at once",
+            new_sequences_are_appended_whose_tokens_no_binding_holds_at_once,
         )
         .test(
             "native: awaited calls answer as those that wait",
