@@ -331,7 +331,9 @@ impl Appender {
             return Ok(());
         }
         let launch = self.launch(pool, layer, writes, &sources)?;
-        dispatch(&pool.gpu, encoder, &launch)
+        dispatch(&pool.gpu, encoder, &launch)?;
+        pool.unsubmitted.note(encoder, writes);
+        Ok(())
     }
 
     /// The dispatch of checked writes: its grid, tables and bindings.

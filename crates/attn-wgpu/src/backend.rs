@@ -325,12 +325,12 @@ impl WgpuBackend {
     ///
     /// `appends` lists (sequence, number of tokens), each sequence once; `k` and `v` are f32 `[tokens, num_kv_heads, head_dim]`, the first
     /// sequence's tokens first, with `BufferUsages::STORAGE`. They are not checked and must be finite. The cache counts the tokens at once, so
-    /// steps may be prepared and recorded behind this one; submit the encoder before the cache's pages are used in any other way, and before a sequence
-    /// of a cache with centres of K is forked.
+    /// steps may be prepared and recorded behind this one; submit the encoder before the cache's pages are used in any other way. What reads the recorded tokens before is
+    /// refused: an image, `read_back`, an append to a sequence that shares their last page with a fork, and a fork of a sequence whose centres of K they make.
     ///
     /// # Errors
     /// Those of [`KvCache::append_with`]; [`Error::WrongBackend`] for another backend's (or device's) cache; [`Error::Device`] for a buffer
-    /// that is too short or of another device.
+    /// that is too short or of another device, and with [`WgpuError::Unsubmitted`](crate::WgpuError::Unsubmitted) for an append to a forked sequence whose shared page is not submitted.
     pub fn record_append(
         &self,
         encoder: &mut wgpu::CommandEncoder,

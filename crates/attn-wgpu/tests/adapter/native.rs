@@ -6,7 +6,7 @@ use attn_core::{
     KvSource, KvView, Problem, Scheme, StridedRows,
 };
 use attn_cpu::{CpuBackend, Reference};
-use attn_wgpu::{DeviceView, SideRows, WgpuBackend, wgpu};
+use attn_wgpu::{DeviceView, SideRows, WgpuBackend, WgpuError, wgpu};
 use wgpu::BufferUsages as Usage;
 
 const HEADS: [usize; 2] = [6, 2];
@@ -379,6 +379,76 @@ fn new_sequences_are_appended_whose_tokens_no_binding_holds_at_once(backend: &Wg
     assert!(theirs == ours);
 }
 
+/// Kills copies of a shared page that are made before its recorded tokens are written, which would lose them.
+fn what_a_recorded_append_writes_is_read_only_behind_its_submission(backend: &WgpuBackend) {
+    let unsubmitted = |result: Result<(), Error>| {
+        let error = result.unwrap_err();
+        let Error::Device { source, .. } = &error else {
+            panic!("{error:?}");
+        };
+        let found = matches!(source.downcast_ref(), Some(WgpuError::Unsubmitted));
+        assert!(found, "{error:?}");
+    };
+    let encoder = || {
+        let device = backend.wgpu_device();
+        device.create_command_encoder(&Default::default())
+    };
+    for centres in [false, true] {
+        let config = CacheConfig::builder(KvFormat::INT8, Heads::new(HEADS[1], HEADS[1], DIM))
+            .centres(centres)
+            .sequences(2)
+            .max_len(100)
+            .build();
+        let [k, v] = [1, 2].map(|seed| noise(6 * HEADS[1] * DIM, seed));
+        let [all_k, all_v] = [&k, &v].map(|x| upload(backend, x));
+        let tokens = |sequence, tokens| [Append { sequence, tokens }];
+        let mut theirs = Reference::new().create_cache(&config).unwrap();
+        let mut cache = backend.create_cache(&config).unwrap();
+        let mut first = encoder();
+        backend
+            .record_append(&mut first, &mut cache, &tokens(0, 6), &all_k, &all_v)
+            .unwrap();
+        unsubmitted(cache.image(0).map(|_| ()));
+        if centres {
+            unsubmitted(cache.fork(0, 1));
+            backend.wgpu_queue().submit([first.finish()]);
+            cache.fork(0, 1).unwrap();
+        } else {
+            cache.fork(0, 1).unwrap();
+            let mut second = encoder();
+            unsubmitted(backend.record_append(
+                &mut second,
+                &mut cache,
+                &tokens(1, 1),
+                &all_k,
+                &all_v,
+            ));
+            assert_eq!(cache.table().lens, [6, 6]);
+            backend.wgpu_queue().submit([first.finish()]);
+        }
+        let mut second = encoder();
+        backend
+            .record_append(&mut second, &mut cache, &tokens(1, 1), &all_k, &all_v)
+            .unwrap();
+        backend.wgpu_queue().submit([second.finish()]);
+        theirs.append(0, &k, &v).unwrap();
+        theirs.fork(0, 1).unwrap();
+        let row = HEADS[1] * DIM;
+        theirs.append(1, &k[..row], &v[..row]).unwrap();
+        for sequence in [0, 1] {
+            let [a, b] = [&theirs, &cache].map(|cache| cache.image(sequence).unwrap());
+            assert!(a.as_bytes() == b.as_bytes(), "{sequence}, {centres}");
+        }
+        // What a dropped encoder would have written is awaited no more.
+        let mut dropped = encoder();
+        backend
+            .record_append(&mut dropped, &mut cache, &tokens(0, 1), &all_k, &all_v)
+            .unwrap();
+        drop(dropped);
+        cache.image(0).unwrap();
+    }
+}
+
 /// What is awaited is what waits, to the last step: 16-bit outputs are rounded, too.
 fn awaited_calls_answer_as_those_that_wait(backend: &WgpuBackend) {
     let heads = Heads {
@@ -427,6 +497,10 @@ pub fn add(trials: Trials<WgpuBackend>) -> Trials<WgpuBackend> {
         .test(
             "native: an engines rows are read where they lie",
             an_engines_rows_are_read_where_they_lie,
+        )
+        .test(
+            "native: what a recorded append writes is read only behind its submission",
+            what_a_recorded_append_writes_is_read_only_behind_its_submission,
         )
         .test(
             "native: new sequences are appended whose tokens no binding holds at once",
