@@ -9,6 +9,8 @@ use attn_cpu::Reference;
 use attn_wgpu::{DevicePages, DeviceView, SideRows, WgpuBackend, WgpuError, wgpu};
 use wgpu::BufferUsages as Usage;
 
+use super::native::{bindings_of, with_limits};
+
 const HEADS: usize = 2;
 const DIM: usize = 64;
 const PLAIN: KvFormat = KvFormat::same(Scheme::Int8(Int8Scale::Token));
@@ -178,6 +180,40 @@ fn strides_that_no_row_takes_are_of_no_concern(backend: &WgpuBackend) {
         let problem = Problem::new(Heads::new(HEADS, HEADS, DIM), vec![0; 3]);
         backend.prepare_view(&problem, &view).unwrap();
     }
+}
+
+/// Kills a binding of a caller's whole buffer where a step reads nothing of it.
+fn views_without_tokens_may_lie_in_buffers_that_no_kernel_can_bind(backend: &WgpuBackend) {
+    let small = with_limits(backend, bindings_of(64 << 10)).unwrap();
+    let (codes, scales) = (buffer(&small, 1 << 20), buffer(&small, 1 << 20));
+    let problem = Problem::new(Heads::new(HEADS, HEADS, DIM), vec![0; 3]);
+    let step = small
+        .prepare_view(&problem, &view(&codes, &scales))
+        .unwrap();
+    let [q, out, lse] = [(); 3].map(|()| buffer(&small, 4096));
+    let mut encoder = encoder(&small);
+    small.record(&mut encoder, &step, &q, &out, &lse).unwrap();
+    small.wgpu_queue().submit([encoder.finish()]);
+}
+
+/// Kills a device that is taken and whose kernels then fail: a view of `int8-plain` binds seven storage buffers.
+fn devices_with_fewer_storage_buffers_than_the_documented_are_refused(backend: &WgpuBackend) {
+    let limits = |max_storage_buffers_per_shader_stage| wgpu::Limits {
+        max_storage_buffers_per_shader_stage,
+        ..Default::default()
+    };
+    match with_limits(backend, limits(7)).map(|_| ()) {
+        Err(Unsupported::Absent { reason, .. }) => {
+            assert!(reason.contains("8 storage buffers"), "{reason}");
+        }
+        other => panic!("{other:?}"),
+    }
+    let least = with_limits(backend, limits(8)).unwrap();
+    let (codes, scales) = (buffer(&least, 4096), buffer(&least, 4096));
+    let problem = Problem::new(Heads::new(HEADS, HEADS, DIM), vec![1]);
+    least
+        .prepare_view(&problem, &view(&codes, &scales))
+        .unwrap();
 }
 
 fn steps_beyond_the_device_are_refused_before_memory_is_asked_for(backend: &WgpuBackend) {
@@ -430,6 +466,14 @@ pub fn add(trials: Trials<WgpuBackend>) -> Trials<WgpuBackend> {
         .test(
             "hostile: strides that no row takes are of no concern",
             strides_that_no_row_takes_are_of_no_concern,
+        )
+        .test(
+            "hostile: views without tokens may lie in buffers that no kernel can bind",
+            views_without_tokens_may_lie_in_buffers_that_no_kernel_can_bind,
+        )
+        .test(
+            "hostile: devices with fewer storage buffers than the documented are refused",
+            devices_with_fewer_storage_buffers_than_the_documented_are_refused,
         )
         .test(
             "hostile: steps beyond the device are refused before memory is asked for",

@@ -3,7 +3,7 @@
 use attn_conformance::{noise, trials::Trials};
 use attn_core::{
     Append, CacheConfig, DecodeAttention, DecodeStep, Error, Heads, Int8Scale, KvCache, KvFormat,
-    KvSource, KvView, Problem, Scheme, StridedRows,
+    KvSource, KvView, Problem, Scheme, StridedRows, Unsupported,
 };
 use attn_cpu::{CpuBackend, Reference};
 use attn_wgpu::{DeviceView, SideRows, WgpuBackend, WgpuError, wgpu};
@@ -339,8 +339,11 @@ fn an_engines_rows_are_read_where_they_lie(backend: &WgpuBackend) {
     assert_eq!(bits(&want_lse), download(backend, &lse));
 }
 
-/// A device whose bindings have so many bytes.
-fn with_bindings(backend: &WgpuBackend, bytes: u64) -> WgpuBackend {
+/// The backend over a device of its own, of these limits.
+pub fn with_limits(
+    backend: &WgpuBackend,
+    required_limits: wgpu::Limits,
+) -> Result<WgpuBackend, Unsupported> {
     let mut descriptor = wgpu::InstanceDescriptor::new_without_display_handle();
     descriptor.flags = wgpu::InstanceFlags::empty();
     let instance = wgpu::Instance::new(descriptor);
@@ -349,19 +352,24 @@ fn with_bindings(backend: &WgpuBackend, bytes: u64) -> WgpuBackend {
     let mut adapters = adapters.into_iter();
     let adapter = adapters.find(|adapter| adapter.get_info().name == name);
     let opened = adapter.unwrap().request_device(&wgpu::DeviceDescriptor {
-        required_limits: wgpu::Limits {
-            max_storage_buffer_binding_size: bytes,
-            ..Default::default()
-        },
+        required_limits,
         ..Default::default()
     });
     let (device, queue) = pollster::block_on(opened).unwrap();
-    WgpuBackend::with_device(device, queue).unwrap()
+    WgpuBackend::with_device(device, queue)
+}
+
+/// WebGPU's default limits, with bindings of so many bytes.
+pub fn bindings_of(max_storage_buffer_binding_size: u64) -> wgpu::Limits {
+    wgpu::Limits {
+        max_storage_buffer_binding_size,
+        ..Default::default()
+    }
 }
 
 /// Kills staging memory as long as the input: the first tokens of new sequences, which are written together, lie apart by a whole prompt.
 fn new_sequences_are_appended_whose_tokens_no_binding_holds_at_once(backend: &WgpuBackend) {
-    let small = with_bindings(backend, 256 << 10);
+    let small = with_limits(backend, bindings_of(256 << 10)).unwrap();
     let config = CacheConfig::builder(KvFormat::INT8, Heads::new(2, 2, 64))
         .sequences(4)
         .max_len(400)
