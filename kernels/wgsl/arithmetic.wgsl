@@ -102,7 +102,7 @@ fn product_units(a: f32, sigma: f32, s: f32) -> i32 {
 // below those bits or above them as the score is.
 fn score_key(s: f32) -> u32 {
     let y = grid_bits(s);
-    return select(order_key(s), y, y - NEAR_START_BITS < NEAR_BITS);
+    return select(key_of(bitcast<u32>(s)), y, y - NEAR_START_BITS < NEAR_BITS);
 }
 
 // Whether a row is on the grid, by its largest key; else it counts from its ceiling.
@@ -111,7 +111,7 @@ fn is_near(key: u32) -> bool {
 }
 
 fn far_ceil(key: u32) -> f32 {
-    return ceil(from_order_key(key));
+    return ceil(bitcast<f32>(bits_of_key(key)));
 }
 
 // The bits of M, near.
@@ -356,12 +356,11 @@ fn f16_value(h: u32) -> f32 {
     return bitcast<f32>(bitcast<u32>(value) | sign);
 }
 
-// An integer of a float in the same order, above 0; and back.
-fn order_key(x: f32) -> u32 {
-    let bits = bitcast<u32>(x);
+// An integer of a float's bits in the same order, above 0; and back.
+fn key_of(bits: u32) -> u32 {
     return bits ^ (u32(bitcast<i32>(bits) >> 31u) | 0x80000000u);
 }
 
-fn from_order_key(key: u32) -> f32 {
-    return bitcast<f32>(key ^ (~u32(bitcast<i32>(key) >> 31u) | 0x80000000u));
+fn bits_of_key(key: u32) -> u32 {
+    return key ^ (~u32(bitcast<i32>(key) >> 31u) | 0x80000000u);
 }

@@ -26,7 +26,7 @@ fn check_arithmetic(@builtin(global_invocation_id) id: vec3<u32>) {
         case 6u: { v = f32(bitcast<i32>(z)); }
         case 7u: { v = f16_value(bitcast<u32>(z) & 0x7FFFu); }
         case 8u: { v = ftz(x * exp2i(-20)) + z * exp2i(-3); }
-        case 9u: { v = from_order_key(order_key(ceil(x))); }
+        case 9u: { v = bitcast<f32>(bits_of_key(key_of(bitcast<u32>(ceil(x))))); }
         case 10u: { v = pow2(ceil(x) + 40.0); }
         case 11u: { v = f32(weight_units(exp2f(x))); }
         // Not specified: shows whether the compiler contracts a product and a sum.

@@ -12,13 +12,13 @@ if lane < $(R)u {
         fold_beta[lane] = -1.0;
     } else {
 #if BASED
-        let factors = fold_factors(m, based_exponent(from_order_key(key), row_step[lane], base_of(tile, lane)));
+        let factors = fold_factors(m, based_exponent(bitcast<f32>(bits_of_key(key)), row_step[lane], base_of(tile, lane)));
         let unit = exp2i(-24);
 #elif INTEGER
         let factors = fold_factors(m, tile_exponent(key));
         let unit = exp2i(-24);
 #else
-        let factors = fold_factors(m, from_order_key(key));
+        let factors = fold_factors(m, bitcast<f32>(bits_of_key(key)));
         let unit = exp2i(-22);
 #end
         m = factors.x;

@@ -2,15 +2,6 @@
 //
 // x/y is not exact in WGSL, and f64 does not exist. So the mantissas are divided as integers, and the remainder decides the rounding. Values are passed as the bits of an f32, finite and perhaps subnormal.
 
-// An order-keeping integer of a float's bits, and back.
-fn key_of(bits: u32) -> u32 {
-    return select(bits | 0x80000000u, ~bits, (bits & 0x80000000u) != 0u);
-}
-
-fn bits_of_key(key: u32) -> u32 {
-    return select(~key, key & 0x7FFFFFFFu, (key & 0x80000000u) != 0u);
-}
-
 // mantissa * 2^exponent (and a little more if `more`, less than a unit) as an f16: nearest even, saturated at 65504.
 // mantissa is 0 or 2^20 to 2^28.
 fn round_to_f16(mantissa: u32, exponent: i32, more: bool) -> u32 {

@@ -255,11 +255,11 @@ if is_tie(score_$(r)) {
 }
 #end
 #if BASED
-post_max($(ROW_MAX + r)u, order_key(score_$(r)));
+post_max($(ROW_MAX + r)u, key_of(bitcast<u32>(score_$(r))));
 #elif INTEGER
 post_max($(ROW_MAX + r)u, score_key(score_$(r)));
 #else
-post_max($(ROW_MAX + r)u, order_key(ceil(score_$(r))));
+post_max($(ROW_MAX + r)u, key_of(bitcast<u32>(ceil(score_$(r)))));
 #end
 #end
 

@@ -13,7 +13,7 @@ if $(b * RU)u < num_rows {
 #if INTEGER
         // A token that is not seen has the least weight, which adds to no sum.
 #if BASED
-        let top = from_order_key(posted($(ROW_MAX + r)u));
+        let top = bitcast<f32>(bits_of_key(posted($(ROW_MAX + r)u)));
         let point = select(LEAST_POINT, based_point(score_$(r), row_step[$(r)], base_of(tile, $(r)u), top), score_$(r) > NONE);
 #else
 #if TIES
@@ -27,7 +27,7 @@ if $(b * RU)u < num_rows {
         let units = f16_units(point, p_$(r));
         post_sum($(ROW_SUM + r)u, units);
 #else
-        let row_max = from_order_key(posted($(ROW_MAX + r)u));
+        let row_max = bitcast<f32>(bits_of_key(posted($(ROW_MAX + r)u)));
         let weight = exp2f(max(score_$(r) - row_max, -125.0));
         p_$(r) = select(0.0, weight, score_$(r) > NONE);
         post_sum($(ROW_SUM + r)u, weight_units(p_$(r)));

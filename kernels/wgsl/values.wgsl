@@ -122,7 +122,8 @@ let word_$(C) = min(lane + $(T * C)u, $(VD / 4 - 1)u);
 #elif PAGED
 let latents_$(C)_$(n) = TokenAddr(v_tile.buffer, v_tile.at, (tile % $(PS / 64)u) * 64u + $(16 * n)u);
 #else
-let latents_$(C)_$(n) = place_of(pages_at, head, min(tile * 64u + $(16 * n)u, last));
+// The first token of a panel; of one past the end, the last panel's.
+let latents_$(C)_$(n) = place_of(pages_at, head, min(tile * 64u + $(16 * n)u, last) & ~15u);
 #end
 #for c in 0..4
 #for e in 0..4

@@ -62,7 +62,7 @@ pub trait Timer {
         None
     }
 
-    /// Times one workload.
+    /// Times one workload, at most `runs` times: an append's caches have room for some tokens, and clocks for some stamps.
     ///
     /// # Errors
     /// What the backend refuses, or its device's failure.

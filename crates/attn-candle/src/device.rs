@@ -56,6 +56,8 @@ fn from<T, R>(
     work: impl FnOnce(DeviceAddress, usize) -> R,
 ) -> R {
     let (first, _read) = memory.device_ptr(stream);
+    // A tensor without elements may begin behind its memory's end.
+    let start = start.min(memory.len());
     let at = DeviceAddress::new(first + (start * size_of::<T>()) as u64);
     work(at, memory.len() - start)
 }

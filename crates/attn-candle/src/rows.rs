@@ -103,9 +103,11 @@ impl TensorRows {
         let (shape, strides) = ([batch, tokens, heads, dim], [of_batch, of_token, of_head]);
         let start = layout.start_offset();
         let rows = match &*storage {
-            Storage::Cpu(CpuStorage::F32(x)) => Rows::strided_batch(&x[start..], shape, strides),
-            Storage::Cpu(CpuStorage::F16(x)) => Rows::strided_batch(&x[start..], shape, strides),
-            Storage::Cpu(CpuStorage::BF16(x)) => Rows::strided_batch(&x[start..], shape, strides),
+            Storage::Cpu(CpuStorage::F32(x)) => Rows::strided_batch(from(x, start), shape, strides),
+            Storage::Cpu(CpuStorage::F16(x)) => Rows::strided_batch(from(x, start), shape, strides),
+            Storage::Cpu(CpuStorage::BF16(x)) => {
+                Rows::strided_batch(from(x, start), shape, strides)
+            }
             _ => unreachable!("`new` takes tensors of these types alone, on devices with caches"),
         };
         work(rows?)
@@ -142,6 +144,11 @@ impl TensorRows {
         }
         Ok((rows.force_contiguous()?, side_by_side))
     }
+}
+
+/// The elements from `start` on. A tensor without elements may begin behind its memory's end, as a part of none of another part does.
+fn from<T>(elements: &[T], start: usize) -> &[T] {
+    elements.get(start..).unwrap_or_default()
 }
 
 #[cfg(test)]
@@ -191,6 +198,19 @@ mod tests {
         assert!(is_in_place(&part));
         let apart = counted.reshape((4, 2, 4, 3)).unwrap();
         assert!(!is_in_place(&apart.transpose(2, 3).unwrap()));
+    }
+
+    #[test]
+    fn a_tensor_without_elements_may_begin_behind_its_memory() {
+        let counted = Tensor::arange(0f32, 96.0, &Device::Cpu).unwrap();
+        let all = counted.reshape((1, 2, 12, 4)).unwrap();
+        for dtype in [DType::F32, DType::F16, DType::BF16] {
+            let all = all.to_dtype(dtype).unwrap();
+            let none = all.narrow(0, 1, 0).unwrap().narrow(2, 12, 0).unwrap();
+            assert_eq!(none.layout().start_offset(), 96 + 48);
+            let rows = TensorRows::new(EXPECTED, &none, 0).unwrap();
+            assert_eq!(rows.read(|rows| Ok(rows.len())).unwrap(), 0);
+        }
     }
 
     /// Whether a GPU's kernels read the tensor in place, and the elements from token to token.

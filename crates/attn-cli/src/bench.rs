@@ -8,7 +8,7 @@ mod report;
 use std::error::Error as _;
 
 use anyhow::{Context, Result, bail, ensure};
-use attn::{BackendId, Error, Selection};
+use attn::{BackendId, Error, ErrorKind, Selection};
 use attn_bench::{Timer, Workload, cpu::CpuTimer};
 use choice::{CustomArgs, chosen, default_names};
 use report::{HEADER, bf16_us, line, list};
@@ -37,7 +37,7 @@ pub struct BenchArgs {
     /// Threads of the CPU, 1 to 1024, several to compare; one per core by default.
     #[arg(long, value_delimiter = ',')]
     threads: Vec<usize>,
-    /// Timed repetitions per workload; by default 30 on the CPU, and as many as its clock needs on a GPU.
+    /// Timed repetitions per workload, at most: a clock takes fewer of appends and of what takes long; by default 30 on the CPU, and as many as its clock needs on a GPU.
     #[arg(long, value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
     runs: Option<u32>,
     /// Time the decode steps among the workloads over caches with centres of K, as caches of int8, int8/int4 and int4 are by default; on the CPU and CUDA.
@@ -117,7 +117,7 @@ fn measure(
     }
     match timer.measure(workload, runs) {
         Ok(measured) => (Ok(Figures::new(measured, timer.by_median())), true),
-        Err(error) => (Err(words(&error)), !matches!(error, Error::Device { .. })),
+        Err(error) => (Err(words(&error)), error.kind() != ErrorKind::Device),
     }
 }
 
@@ -188,7 +188,7 @@ fn measure_all(
         };
         bar.suspend(|| {
             console.table(format_args!(
-                "{name}; {runs} repetitions, caches cold, rates of the {figure}\n\n{HEADER}"
+                "{name}; at most {runs} repetitions, caches cold, rates of the {figure}\n\n{HEADER}"
             ))
         })?;
         for workload in workloads {

@@ -77,6 +77,9 @@ enum Command {
     Manual {
         /// The folder.
         folder: Option<std::path::PathBuf>,
+        /// Replace pages that exist.
+        #[arg(long)]
+        force: bool,
     },
     #[command(hide = true, disable_help_flag = true)]
     Generate(attn_eval::AnyArgs),
@@ -117,8 +120,8 @@ impl Arguments for Args {
             Some(Command::Completions { shell }) => {
                 program::completions::<Args>(shell, console).map(|()| true)
             }
-            Some(Command::Manual { folder }) => {
-                program::manual::<Args>(folder.as_deref(), console).map(|()| true)
+            Some(Command::Manual { folder, force }) => {
+                program::manual::<Args>(folder.as_deref(), force, console).map(|()| true)
             }
             Some(Command::Generate(_)) => attn_eval::command("generate"),
             Some(Command::Perplexity(_)) => attn_eval::command("perplexity"),

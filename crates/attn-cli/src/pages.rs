@@ -10,7 +10,7 @@
 //! in order of the names. Numbers are u64, little-endian; before each text and before a tensor's bytes stands their length. A file without
 //! one is read, too; its values are not known to be those that were written.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashSet};
 
 use anyhow::{Context, Result, bail, ensure};
 use attn::{CacheConfig, Heads, KvFormat, convert};
@@ -82,7 +82,8 @@ impl Settings {
         let kind = kind?;
         ensure!(
             kind == KIND,
-            "the file holds `{kind}`, but this version reads `{KIND}`; make it again with `attn quantize`"
+            "the file holds `{}`, but this version reads `{KIND}`; make it again with `attn quantize`",
+            kind.escape_debug()
         );
         Ok(Settings {
             format: format?.parse()?,
@@ -169,10 +170,11 @@ pub fn read_pages(bytes: &[u8]) -> Result<Pages> {
         !names.is_empty(),
         "the file's metadata names no layer; make it with `attn quantize`"
     );
+    let own: HashSet<&str> = names.iter().map(LayerName::raw).collect();
     for tensor in file.names() {
-        let is_of = |layer: &LayerName| SUFFIXES.iter().any(|x| layer.tensor(x) == tensor);
+        let layer = tensor.rsplit_once('.');
         ensure!(
-            names.iter().any(is_of),
+            layer.is_some_and(|(name, suffix)| own.contains(name) && SUFFIXES.contains(&suffix)),
             "the file is damaged: its tensor {tensor:?} belongs to no layer of its metadata; make it again with `attn quantize`"
         );
     }

@@ -11,12 +11,13 @@ use std::{
 };
 
 use anyhow::{Context, Result};
-use attn::{BackendId, DecodeAttention, Error, Selection, Unsupported};
+use attn::{BackendId, DecodeAttention, Error, ErrorKind, Selection, Unsupported};
 use clap::{CommandFactory, Parser};
 use clap_complete::Shell;
 
 use crate::{
     console::{Console, PrintError},
+    target::Target,
     threads,
 };
 
@@ -68,6 +69,14 @@ pub trait Arguments: Parser {
 
     /// Whether the command decodes on rayon's own pool.
     fn decodes(&self) -> bool;
+
+    /// Whether an error is that of a device which failed, and not a refusal.
+    fn is_of_device(error: &anyhow::Error) -> bool {
+        let mut causes = error
+            .chain()
+            .filter_map(|cause| cause.downcast_ref::<Error>());
+        causes.any(|error| error.kind() == ErrorKind::Device)
+    }
 
     /// Runs the command; whether what it checked is right.
     ///
@@ -131,7 +140,10 @@ pub(crate) fn ending<A: Arguments>(result: Result<bool>, console: &mut Console<'
             _ => {
                 let name = A::command();
                 console.remark(format_args!("{}: {error:#}", name.get_name()));
-                REFUSED
+                match A::is_of_device(&error) {
+                    true => FAILED,
+                    false => REFUSED,
+                }
             }
         },
     }
@@ -150,24 +162,39 @@ pub fn completions<A: CommandFactory>(shell: Shell, console: &mut Console<'_>) -
     Ok(())
 }
 
-/// Writes the manual of a program and of each command into a folder, as pages for `man`; without one, prints the program's.
+/// Writes the manual of a program and of each command into a folder, as pages for `man`, over pages that are there only with `force`; without a folder, prints the
+/// program's.
 ///
 /// # Errors
-/// If the folder cannot be written, or standard output takes no more.
-pub fn manual<A: CommandFactory>(folder: Option<&Path>, console: &mut Console<'_>) -> Result<()> {
+/// If the folder cannot be written, or a page exists and is to stay, and nothing is written then; or if standard output takes no more.
+pub fn manual<A: CommandFactory>(
+    folder: Option<&Path>,
+    force: bool,
+    console: &mut Console<'_>,
+) -> Result<()> {
     let Some(folder) = folder else {
         let mut page = Vec::new();
         clap_mangen::Man::new(A::command()).render(&mut page)?;
         return Ok(console.line(String::from_utf8_lossy(&page).trim_end())?);
     };
-    let written =
-        fs::create_dir_all(folder).and_then(|()| clap_mangen::generate_to(A::command(), folder));
-    written.with_context(|| {
+    let made = tempfile::tempdir().context("cannot make a temporary folder; check TMPDIR")?;
+    clap_mangen::generate_to(A::command(), made.path()).context("cannot write the manual")?;
+    fs::create_dir_all(folder).with_context(|| {
         format!(
             "cannot write {}; name a folder that is writable",
             folder.display()
         )
-    })
+    })?;
+    let mut pages = Vec::new();
+    for page in fs::read_dir(made.path())? {
+        let page = page?;
+        let target = Target::new(&folder.join(page.file_name()), force, &[])?;
+        pages.push((target, fs::read(page.path())?));
+    }
+    for (target, page) in &pages {
+        target.write(page)?;
+    }
+    Ok(())
 }
 
 #[cfg(test)]
@@ -199,6 +226,29 @@ mod tests {
         assert_eq!(end(Ok(false)), (1, String::new()));
         let sentence = "attn: no such thing\n".to_owned();
         assert_eq!(end(Err(anyhow::anyhow!("no such thing"))), (2, sentence));
+    }
+
+    /// Kills a device's failure that a script takes for misuse: whatever command meets it, and whatever it was doing.
+    #[test]
+    fn a_device_that_fails_ends_a_program_with_1() {
+        let end = |error: anyhow::Error| {
+            let (mut out, mut err) = (Vec::new(), Vec::new());
+            ending::<Args>(Err(error), &mut Console::new(&mut out, &mut err))
+        };
+        let failed = || Error::Device {
+            backend: "cuda",
+            doing: "decoding",
+            source: "an illegal address".into(),
+        };
+        assert_eq!(end(failed().into()), 1);
+        let context = anyhow::Error::from(failed()).context("layer 3");
+        assert_eq!(end(context), 1);
+        let refused = Error::Parameter {
+            what: "format",
+            given: "int3".to_owned(),
+            allowed: "int4",
+        };
+        assert_eq!(end(refused.into()), 2);
     }
 
     #[test]

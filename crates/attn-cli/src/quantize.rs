@@ -123,7 +123,7 @@ impl Row {
 
 /// Quantizes K and V of every layer of the input into pages in the output.
 pub fn quantize(args: &QuantizeArgs, console: &mut Console<'_>) -> Result<()> {
-    let target = Target::new(&args.output, args.force, Some(&args.input))?;
+    let target = Target::new(&args.output, args.force, std::slice::from_ref(&args.input))?;
     let Inputs { layout, layers } = load_kv(&read(&args.input)?, args.layout)?;
     for kv in &layers {
         ensure!(
@@ -225,7 +225,7 @@ fn pages_of(kv: &Kv, format: KvFormat, page_size: usize) -> Result<(CacheConfig,
 
 /// Writes the values of the pages in the input as f32 K and V.
 pub fn dequantize(args: &DequantizeArgs, console: &mut Console<'_>) -> Result<()> {
-    let target = Target::new(&args.output, args.force, Some(&args.input))?;
+    let target = Target::new(&args.output, args.force, std::slice::from_ref(&args.input))?;
     let pages = read_pages(&read(&args.input)?)?;
     if !pages.is_verified {
         console.remark(format_args!(

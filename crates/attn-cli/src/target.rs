@@ -20,8 +20,8 @@ pub struct Target {
 }
 
 impl Target {
-    /// Checks a path before any work is done; `input` is a file that must not be replaced by what is made of it.
-    pub fn new(path: &Path, force: bool, input: Option<&Path>) -> Result<Self> {
+    /// Checks a path before any work is done; `inputs` are all files that must not be replaced by what is made of them.
+    pub fn new(path: &Path, force: bool, inputs: &[PathBuf]) -> Result<Self> {
         let shown = path.display();
         match fs::metadata(path) {
             Ok(found) => {
@@ -29,7 +29,7 @@ impl Target {
                     found.is_file(),
                     "{shown} is not a regular file; name a file to write"
                 );
-                if let Some(input) = input {
+                for input in inputs {
                     refuse_same(input, path)?;
                 }
                 if !force {
@@ -159,8 +159,8 @@ fn refuse_same(input: &Path, output: &Path) -> Result<()> {
 mod tests {
     use super::*;
 
-    fn refusal(path: &Path, force: bool, input: Option<&Path>) -> String {
-        Target::new(path, force, input).unwrap_err().to_string()
+    fn refusal(path: &Path, force: bool, inputs: &[PathBuf]) -> String {
+        Target::new(path, force, inputs).unwrap_err().to_string()
     }
 
     fn entries(folder: &Path) -> usize {
@@ -171,12 +171,12 @@ mod tests {
     fn files_appear_whole_and_are_replaced_only_by_force() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("out");
-        Target::new(&path, false, None)
+        Target::new(&path, false, &[])
             .unwrap()
             .write(b"one")
             .unwrap();
-        assert!(refusal(&path, false, None).contains("add --force"));
-        Target::new(&path, true, None)
+        assert!(refusal(&path, false, &[]).contains("add --force"));
+        Target::new(&path, true, &[])
             .unwrap()
             .write(b"two")
             .unwrap();
@@ -188,7 +188,7 @@ mod tests {
     fn a_file_that_appears_during_the_work_is_kept() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("out");
-        let target = Target::new(&path, false, None).unwrap();
+        let target = Target::new(&path, false, &[]).unwrap();
         fs::write(&path, b"another's").unwrap();
         let error = target.write(b"ours").unwrap_err().to_string();
         assert!(error.contains("add --force"), "{error}");
@@ -200,23 +200,24 @@ mod tests {
     fn folders_devices_and_paths_without_a_folder_are_refused() {
         let folder = tempfile::tempdir().unwrap();
         let lost = folder.path().join("no/such/folder/out");
-        assert!(refusal(&lost, true, None).contains("folder does not exist"));
+        assert!(refusal(&lost, true, &[]).contains("folder does not exist"));
         for path in [folder.path(), Path::new("/dev/null"), Path::new("..")] {
             if path.exists() {
-                assert!(refusal(path, true, None).contains("not a regular file"));
+                assert!(refusal(path, true, &[]).contains("not a regular file"));
             }
         }
-        assert!(refusal(Path::new(""), true, None).contains("cannot write"));
+        assert!(refusal(Path::new(""), true, &[]).contains("cannot write"));
     }
 
     #[test]
     fn one_file_under_two_names_is_found() {
         let folder = tempfile::tempdir().unwrap();
-        let [input, link] = ["in", "link"].map(|name| folder.path().join(name));
+        let [other, input, link] = ["other", "in", "link"].map(|name| folder.path().join(name));
+        fs::write(&other, b"data").unwrap();
         fs::write(&input, b"data").unwrap();
         fs::hard_link(&input, &link).unwrap();
         for output in [&input, &link] {
-            let text = refusal(output, true, Some(&input));
+            let text = refusal(output, true, &[other.clone(), input.clone()]);
             assert!(text.contains("both input and output"), "{text}");
         }
     }
@@ -230,7 +231,7 @@ mod tests {
         fs::write(&file, b"old").unwrap();
         fs::set_permissions(&file, fs::Permissions::from_mode(0o640)).unwrap();
         symlink(&file, &link).unwrap();
-        Target::new(&link, true, None)
+        Target::new(&link, true, &[])
             .unwrap()
             .write(b"new")
             .unwrap();
@@ -239,14 +240,14 @@ mod tests {
         let mode = fs::metadata(&file).unwrap().permissions().mode();
         assert_eq!(mode & 0o777, 0o640);
         symlink(folder.path().join("nothing"), &lost).unwrap();
-        assert!(refusal(&lost, true, None).contains("is a link to a file"));
+        assert!(refusal(&lost, true, &[]).contains("is a link to a file"));
     }
 
     #[test]
     fn a_name_that_no_file_can_have_is_no_existing_file() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("x".repeat(300));
-        assert!(refusal(&path, false, None).contains("cannot write"));
+        assert!(refusal(&path, false, &[]).contains("cannot write"));
         let target = Target { path, force: false };
         let error = target.write(b"data").unwrap_err().to_string();
         assert!(error.contains("cannot write"), "{error}");
@@ -257,7 +258,7 @@ mod tests {
     fn names_without_a_folder_are_files_of_the_current_one() {
         assert_eq!(folder(Path::new("out")), Path::new("."));
         assert_eq!(folder(Path::new("a/out")), Path::new("a"));
-        assert!(Target::new(Path::new("no-such-file-is-here"), false, None).is_ok());
+        assert!(Target::new(Path::new("no-such-file-is-here"), false, &[]).is_ok());
     }
 
     #[test]
@@ -265,7 +266,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let (path, missing) = (folder.path().join("out"), folder.path().join("in"));
         fs::write(&path, b"old").unwrap();
-        assert!(Target::new(&path, true, Some(&missing)).is_ok());
+        assert!(Target::new(&path, true, &[missing]).is_ok());
     }
 
     #[cfg(unix)]
@@ -274,10 +275,7 @@ mod tests {
         use std::os::unix::fs::PermissionsExt;
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("out");
-        Target::new(&path, false, None)
-            .unwrap()
-            .write(b"x")
-            .unwrap();
+        Target::new(&path, false, &[]).unwrap().write(b"x").unwrap();
         let mode = fs::metadata(&path).unwrap().permissions().mode();
         assert_eq!(mode & 0o111, 0, "{mode:o}");
         assert_eq!(mode & 0o600, 0o600, "{mode:o}");

@@ -371,6 +371,17 @@ fn the_manual_has_a_page_for_every_command() {
         assert!(page.contains(".SH SYNOPSIS"), "{page}");
     }
     assert!(printed(&["manual"]).contains("attn\\-explain(1)"));
+    // A page that exists stays as it is, unless it may be replaced.
+    let (man, page) = (folder.path("man"), folder.path("man/attn.1"));
+    std::fs::write(&page, "another's").unwrap();
+    refused(&run(&["manual", &man]), &["exists; add --force"]);
+    assert_eq!(std::fs::read(&page).unwrap(), b"another's");
+    printed(&["manual", &man, "--force"]);
+    assert!(
+        std::fs::read_to_string(&page)
+            .unwrap()
+            .contains(".SH SYNOPSIS")
+    );
     refused(
         &run(&["manual", "/dev/null/man"]),
         &["cannot write /dev/null/man"],

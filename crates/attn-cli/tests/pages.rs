@@ -69,6 +69,11 @@ fn files_of_another_version_or_without_pages_are_refused() {
             "holds `pages 1`, but this version reads `pages 3`; make it again with `attn quantize`",
         ),
         (
+            "pages 3",
+            "\\u001b[2Jpages 3",
+            r"holds `\u{1b}[2Jpages 3`, but",
+        ),
+        (
             "one.pages",
             "one.pagez",
             "tensor \"one.pagez\" belongs to no layer",
@@ -202,4 +207,28 @@ fn files_without_a_checksum_are_read_and_said_to_have_none() {
         text(&done.stderr)
     );
     assert_eq!(tensor(&out, "one.k").1, numbers(0));
+}
+
+/// Kills a search through all layers for each tensor: it would take minutes here.
+#[test]
+fn a_file_of_many_layers_is_read_once() {
+    let folder = Folder::new();
+    let [many, out] = folder.paths(["many", "out"]);
+    let shape = r#"{"tokens":1,"num_kv_heads":1,"head_dim":64}"#;
+    let (mut header, mut metadata) = (serde_json::Map::new(), serde_json::Map::new());
+    for (key, value) in [("attn", "pages 3"), ("kv", "int8"), ("page_size", "64")] {
+        metadata.insert(key.to_owned(), value.into());
+    }
+    for i in 0..30_000 {
+        metadata.insert(format!("x{i}"), shape.into());
+        let none = serde_json::json!({ "dtype": "U8", "shape": [0], "data_offsets": [0, 0] });
+        header.insert(format!("x{i}.pages"), none);
+    }
+    header.insert("__metadata__".to_owned(), metadata.into());
+    let header = serde_json::Value::from(header).to_string();
+    let length = (header.len() as u64).to_le_bytes();
+    fs::write(&many, [&length[..], header.as_bytes()].concat()).unwrap();
+    let start = std::time::Instant::now();
+    refused(&run(&["dequantize", &many, &out]), &["x0 is damaged"]);
+    assert!(start.elapsed().as_secs() < 20, "{:?}", start.elapsed());
 }

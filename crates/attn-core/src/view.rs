@@ -126,20 +126,13 @@ impl<'a> StridedRows<'a> {
         }
     }
 
+    /// Refuses rows that do not lie inside the slices. The scheme has been checked.
     fn check(
         &self,
         what: &'static str,
         (scheme, dim): (Scheme, usize),
         problem: &Problem,
     ) -> Result<(), Error> {
-        if scheme.code_bits() == 4 || scheme.is_rotated() {
-            return refuse(
-                "view scheme",
-                format_args!("{scheme}"),
-                "f16, bf16, fp8, int8-plain, int8-g32, int8-tensor; import int4 rows into pages",
-            );
-        }
-        scheme.check(dim)?;
         let row = dim * scheme.code_bits() / 8;
         check_reach(what, self.code_strides, row, self.codes.len(), problem)?;
         if scheme.has_row_scales() {
@@ -255,6 +248,41 @@ fn product(factors: [usize; 3]) -> usize {
     factors.into_iter().fold(1, usize::saturating_mul)
 }
 
+impl KvFormat {
+    /// Refuses formats whose K and V are not both rows of their own, which views hold: latents, 4-bit and rotated codes.
+    ///
+    /// # Errors
+    /// [`Error::Parameter`] naming what is allowed.
+    pub fn check_rows(self, head_dim: HeadDim) -> Result<(), Error> {
+        self.check_not_latents("format of someone else's rows")?;
+        for (scheme, dim) in self.sides(head_dim) {
+            if scheme.code_bits() == 4 || scheme.is_rotated() {
+                return refuse(
+                    "view scheme",
+                    format_args!("{scheme}"),
+                    "f16, bf16, fp8, int8-plain, int8-g32, int8-tensor; import int4 rows into pages",
+                );
+            }
+            scheme.check(dim)?;
+        }
+        Ok(())
+    }
+}
+
+/// Where the last row ends that the problem reads, of rows of `row` elements of which the first begins at `first`; 0 if it reads none, and beyond every
+/// slice and buffer where the sum exceeds 64 bits.
+#[must_use]
+pub fn reach(problem: &Problem, first: usize, strides: [usize; 3], row: usize) -> usize {
+    let mut end = 0;
+    for (b, &len) in problem.kv_lens.iter().enumerate() {
+        if len > 0 {
+            let last = offset([b, problem.num_kv_heads - 1, len - 1], strides);
+            end = end.max(first.saturating_add(last).saturating_add(row));
+        }
+    }
+    end
+}
+
 /// Refuses a slice of `given` elements that ends before the last row of `row` elements which the problem reads.
 fn check_reach(
     what: &'static str,
@@ -263,14 +291,7 @@ fn check_reach(
     given: usize,
     problem: &Problem,
 ) -> Result<(), Error> {
-    let mut needed = 0;
-    for (b, &len) in problem.kv_lens.iter().enumerate() {
-        if len == 0 {
-            continue;
-        }
-        let last = offset([b, problem.num_kv_heads - 1, len - 1], strides);
-        needed = needed.max(last.saturating_add(row));
-    }
+    let needed = reach(problem, 0, strides, row);
     if needed > given {
         return Err(Error::Length {
             what,
@@ -332,7 +353,7 @@ impl<'a> KvView<'a> {
         tensor_scales: [&'a [f32]; 2],
     ) -> Result<Self, Error> {
         problem.check()?;
-        format.check_not_latents("format of someone else's rows")?;
+        format.check_rows(problem.head_dim)?;
         k.check("k codes", (format.k, problem.head_dim.k), problem)?;
         v.check("v codes", (format.v, problem.head_dim.v), problem)?;
         format.check_scales(tensor_scales, problem.num_kv_heads)?;

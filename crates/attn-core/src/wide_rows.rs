@@ -135,6 +135,27 @@ impl<'a> WideRows<'a> {
         Ok(Cow::Owned(copy))
     }
 
+    /// The rows of some ranges of tokens side by side, range after range; a copy where they are not.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`] for the copy.
+    ///
+    /// # Panics
+    /// If a range ends beyond the tokens.
+    pub fn gathered(&self, ranges: &[Range<usize>]) -> Result<Cow<'a, [f32]>, Error> {
+        if let [one] = ranges {
+            return self.packed(one.clone());
+        }
+        let [_, heads, dim] = self.shape();
+        let tokens: usize = ranges.iter().map(|range| range.len()).sum();
+        let mut copy = Vec::new();
+        reserve("rows side by side", &mut copy, tokens * heads * dim)?;
+        for range in ranges {
+            copy.extend_from_slice(&self.packed(range.clone())?);
+        }
+        Ok(Cow::Owned(copy))
+    }
+
     /// The rows as few slices, each with the index of its first element among all rows'.
     pub(crate) fn runs(&self) -> impl Iterator<Item = (usize, &'a [f32])> {
         let x = self.x;

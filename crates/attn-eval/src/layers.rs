@@ -39,7 +39,8 @@ pub struct LayersArgs {
 
 /// Runs a model over a text, and writes its layers.
 pub fn layers(args: &LayersArgs, console: &mut Console<'_>) -> Result<()> {
-    let target = Target::new(&args.out, args.force, Some(&args.text))?;
+    let inputs = [args.model.inputs()?, vec![args.text.clone()]].concat();
+    let target = Target::new(&args.out, args.force, &inputs)?;
     let (model, tokenizer) = args.model.open(console)?;
     let text = encoded(&tokenizer, &args.text)?;
     let (first, needed) = (args.first as usize, args.tokens as usize);

@@ -49,6 +49,9 @@ enum Command {
     Manual {
         /// The folder.
         folder: Option<std::path::PathBuf>,
+        /// Replace pages that exist.
+        #[arg(long)]
+        force: bool,
     },
 }
 
@@ -68,6 +71,15 @@ impl Arguments for Args {
         )
     }
 
+    fn is_of_device(error: &anyhow::Error) -> bool {
+        // A model's error shows the attention's as its own, and is not its cause.
+        let of_attention = error.chain().find_map(|cause| match cause.downcast_ref() {
+            Some(attn_llm::Error::Attention(error)) => Some(error),
+            _ => cause.downcast_ref::<attn::Error>(),
+        });
+        of_attention.is_some_and(|error| error.kind() == attn::ErrorKind::Device)
+    }
+
     fn run(self, console: &mut Console<'_>, backends: &Backends) -> Result<bool> {
         match self.command {
             Command::Generate(args) => models::generate(&args, console, backends).map(|()| true),
@@ -78,9 +90,28 @@ impl Arguments for Args {
             Command::Completions { shell } => {
                 program::completions::<Args>(shell, console).map(|()| true)
             }
-            Command::Manual { folder } => {
-                program::manual::<Args>(folder.as_deref(), console).map(|()| true)
+            Command::Manual { folder, force } => {
+                program::manual::<Args>(folder.as_deref(), force, console).map(|()| true)
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_device_that_fails_under_a_model_is_no_misuse() {
+        let failed = || attn::Error::Device {
+            backend: "cuda",
+            doing: "decoding",
+            source: "an illegal address".into(),
+        };
+        let of_model = anyhow::Error::from(attn_llm::Error::Attention(failed()));
+        assert!(Args::is_of_device(&of_model));
+        assert!(Args::is_of_device(&of_model.context("layer 3")));
+        assert!(Args::is_of_device(&failed().into()));
+        assert!(!Args::is_of_device(&anyhow::anyhow!("no such file")));
     }
 }

@@ -169,6 +169,29 @@ impl FileArgs {
         Ok((model, tokenizer))
     }
 
+    /// The files on this machine that the model may be read from: of a folder all that are JSON or safetensors, and those that lie beside a safetensors file.
+    pub fn inputs(&self) -> Result<Vec<PathBuf>> {
+        let is = |path: &Path, kind: &str| path.extension().is_some_and(|e| e == kind);
+        let folder = match self.model.parent() {
+            _ if self.model.is_dir() => self.model.as_path(),
+            Some(folder) if is(&self.model, "safetensors") && self.model.exists() => folder,
+            _ => return Ok(vec![self.model.clone()]),
+        };
+        let folder = match folder == Path::new("") {
+            true => Path::new("."),
+            false => folder,
+        };
+        let cannot = || format!("cannot list {}; check its permissions", folder.display());
+        let mut files = vec![self.model.clone()];
+        for entry in fs::read_dir(folder).with_context(cannot)? {
+            let path = entry.with_context(cannot)?.path();
+            if is(&path, "json") || is(&path, "safetensors") {
+                files.push(path);
+            }
+        }
+        Ok(files)
+    }
+
     pub fn chunk(&self) -> usize {
         self.chunk as usize
     }
@@ -373,8 +396,9 @@ pub fn perplexity(
     console: &mut Console<'_>,
     backends: &Backends,
 ) -> Result<bool> {
+    let inputs = [args.model.file.inputs()?, args.text.clone()].concat();
     let plot = args.plot.as_deref();
-    let plot = plot.map(|path| Target::new(path, args.force, None));
+    let plot = plot.map(|path| Target::new(path, args.force, &inputs));
     let plot = plot.transpose()?;
     let ready = args.model.open_compared(backends, console)?;
     let encoded = |path: &PathBuf| encoded(&ready.tokenizer, path);

@@ -37,7 +37,7 @@ pub struct PlotArgs {
 
 /// Draws the figures of a file.
 pub fn plot(args: &PlotArgs) -> Result<()> {
-    let target = Target::new(&args.svg, args.force, Some(&args.file))?;
+    let target = Target::new(&args.svg, args.force, std::slice::from_ref(&args.file))?;
     let text = match read(&args.file)? {
         Figures::Times(Recorded { devices, rows }) => svg(&devices, &rows)?,
         Figures::Divergences(all) => fidelity::divergences(&all)?,

@@ -191,6 +191,14 @@ fn perplexity_prints_a_table_json_and_a_plot() {
         &[&arguments[..], &["--plot", &plot]].concat(),
     ));
     refused(&again, &["kl.svg", "--force"]);
+    // So does an input.
+    for input in [&prose, &model] {
+        let forced = [&arguments[..], &["--plot", input, "--force"]].concat();
+        let before = std::fs::read(input).unwrap();
+        let output = run(&with("perplexity", &model, &forced));
+        refused(&output, &[input, "both input and output"]);
+        assert!(std::fs::read(input).unwrap() == before);
+    }
     // Packed weights of f32 are f32: the same predictions but for the order of sums.
     let packed = [&arguments[..], &["--products", "packed", "--json"]].concat();
     let made = json(&run(&with("perplexity", &model, &packed)));
@@ -285,6 +293,22 @@ fn layers_writes_a_file_that_attn_run_reads() {
     let moved = attn_cli::data::load(Some(out.as_ref()), None).unwrap();
     assert!(moved.layers[0].kv.k != *k);
     refused(&command(&chosen), &["layers.safetensors", "--force"]);
+    let [config, weights] = ["config.json", "model.safetensors"].map(|name| folder.path(name));
+    for file in [&config, &weights] {
+        std::fs::write(file, "{}").unwrap();
+    }
+    for (model, input) in [
+        (&model, &prose),
+        (&model, &model),
+        (&folder.path(""), &config),
+        (&folder.path(""), &weights),
+        (&weights, &weights),
+        (&weights, &config),
+    ] {
+        let first = ["layers", "--model", model, "--text", &prose];
+        let output = run(&[&first[..], &shorter, &[input]].concat());
+        refused(&output, &[input, "both input and output"]);
+    }
     let refusal = |more: &[&str], says: &str| {
         refused(&command(&[more, &["--force"]].concat()), &[says]);
     };

@@ -62,9 +62,7 @@ impl Haystack {
                 allowed: format!("1 to {}", NAMES.len()),
             });
         }
-        // What a tokenizer puts before every text.
-        let begin = tokenizer.encode("")?.len();
-        let encode = |text: &str| Ok::<_, Error>(tokenizer.encode(text)?.split_off(begin));
+        let encode = |text: &str| tokenizer.encode_inside(text);
         let mut state = seed;
         let mut hidden = Vec::new();
         for i in 0..needles {
@@ -302,4 +300,57 @@ fn ask(
         kv.cancel()?;
     }
     Ok(answers)
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    /// A tokenizer of single characters whose template puts a token before and one behind every text.
+    fn characters() -> Tokenizer {
+        let mut vocab = serde_json::Map::new();
+        for (id, word) in ["<s>", "</s>", "\n"].into_iter().enumerate() {
+            vocab.insert(word.to_owned(), json!(id));
+        }
+        for byte in b' '..=b'~' {
+            vocab.insert(char::from(byte).to_string(), json!(byte - b' ' + 3));
+        }
+        let special = |name: &str, id: u32| json!({ "id": id, "content": name, "special": true, "single_word": false, "lstrip": false, "rstrip": false, "normalized": false });
+        let one = |name: &str| json!({ "SpecialToken": { "id": name, "type_id": 0 } });
+        let text = |id: &str| json!({ "Sequence": { "id": id, "type_id": 0 } });
+        let tokens = |name: &str, id: u32| json!({ "id": name, "ids": [id], "tokens": [name] });
+        let file = json!({
+            "version": "1.0", "truncation": null, "padding": null, "normalizer": null, "pre_tokenizer": null, "decoder": null,
+            "added_tokens": [special("<s>", 0), special("</s>", 1)],
+            "post_processor": {
+                "type": "TemplateProcessing",
+                "single": [one("<s>"), text("A"), one("</s>")],
+                "pair": [one("<s>"), text("A"), text("B"), one("</s>")],
+                "special_tokens": { "<s>": tokens("<s>", 0), "</s>": tokens("</s>", 1) },
+            },
+            "model": {
+                "type": "BPE", "dropout": null, "unk_token": null, "continuing_subword_prefix": null, "end_of_word_suffix": null,
+                "fuse_unk": false, "byte_fallback": false, "ignore_merges": false, "vocab": vocab, "merges": [],
+            },
+        });
+        Tokenizer::from_json(file.to_string().as_bytes(), vec![1]).unwrap()
+    }
+
+    /// Kills sentences whose first token is taken for one that stands before every text.
+    #[test]
+    fn needles_are_whole_behind_a_template_with_a_token_at_both_ends() {
+        let tokenizer = characters();
+        assert_eq!(tokenizer.encode("a").unwrap(), [0, 68, 1]);
+        let text = [68; 400];
+        let haystack = Haystack::new(&tokenizer, &text, 400, 2, 1).unwrap();
+        for (i, probe) in haystack.probes.iter().enumerate() {
+            assert!(!probe.question.contains(&1) && probe.question[..2] == [2, 2]);
+            assert_eq!(probe.answer.len(), DIGITS);
+            let sentence = &haystack.tokens[probe.position..];
+            assert_eq!(sentence[..2], [2, 2], "{i}");
+        }
+        assert!(!haystack.tokens.contains(&1));
+    }
 }

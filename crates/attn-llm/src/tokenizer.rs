@@ -96,6 +96,16 @@ impl Tokenizer {
         Ok(self.begin.into_iter().chain(tokens).collect())
     }
 
+    /// The tokens of a text inside another: without those that a model wants before or behind every text.
+    ///
+    /// # Errors
+    /// [`Error::Tokenizer`].
+    pub(crate) fn encode_inside(&self, text: &str) -> Result<Vec<u32>, Error> {
+        let encoding = guarded(|| self.inner.encode_fast(text, false));
+        let encoding = encoding.map_err(Error::Tokenizer)?;
+        Ok(encoding.get_ids().to_vec())
+    }
+
     /// The text of tokens, without special ones.
     ///
     /// # Errors
@@ -141,6 +151,10 @@ pub(crate) struct GgufVocabulary {
 
 /// Most bytes of a piece with a score: each of its prefixes is looked up.
 const MAX_PIECE: usize = 1024;
+/// Most bytes of merges for each byte of a vocabulary of pieces, and for a small one: a piece has a merge for every place where it parts in two others, which
+/// in a vocabulary of words are few.
+const MAX_MERGES: usize = 64;
+const SMALL_VOCABULARY: usize = 16 << 10;
 
 /// Contractions, words, numbers of up to three digits, punctuation and space, as Llama 3 splits them.
 const LLAMA3: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
@@ -248,17 +262,7 @@ impl GgufVocabulary {
                 piece.len()
             ));
         }
-        let mut merges = Vec::new();
-        for (piece, score) in self.tokens.iter().zip(&self.scores) {
-            for (at, _) in piece.char_indices().skip(1) {
-                let (a, b) = piece.split_at(at);
-                if let (Some(first), Some(second)) = (vocab.get(a), vocab.get(b)) {
-                    merges.push((*score, *first, *second, a.to_owned(), b.to_owned()));
-                }
-            }
-        }
-        merges.sort_by(|a, b| b.0.total_cmp(&a.0).then((a.1, a.2).cmp(&(b.1, b.2))));
-        let merges: Vec<_> = merges.into_iter().map(|(.., a, b)| (a, b)).collect();
+        let merges = self.merges_of_pieces(&vocab)?;
         let unknown = self.kinds.iter().position(|kind| *kind == 2);
         let unknown = self.tokens.get(unknown.unwrap_or(0)).cloned();
         let model = BPE::builder()
@@ -288,5 +292,66 @@ impl GgufVocabulary {
         }
         tokenizer.with_decoder(Some(Decoders::new(decoders)));
         Ok(tokenizer)
+    }
+
+    /// The pairs of pieces that form a piece, those of the greatest score first.
+    fn merges_of_pieces(
+        &self,
+        vocab: &HashMap<String, u32>,
+    ) -> Result<Vec<(String, String)>, String> {
+        let given: usize = self.tokens.iter().map(String::len).sum();
+        let most = given.max(SMALL_VOCABULARY).saturating_mul(MAX_MERGES);
+        let (mut merges, mut bytes) = (Vec::new(), 0);
+        for (piece, score) in self.tokens.iter().zip(&self.scores) {
+            for (at, _) in piece.char_indices().skip(1) {
+                let (a, b) = piece.split_at(at);
+                let (Some(first), Some(second)) = (vocab.get(a), vocab.get(b)) else {
+                    continue;
+                };
+                bytes += piece.len();
+                if bytes > most {
+                    return Err(format!(
+                        "the {given} bytes of its tokenizer's pieces form each other in too many ways; allowed: merges of {most} bytes, {MAX_MERGES} for each byte of the \
+                         pieces"
+                    ));
+                }
+                merges.push((*score, *first, *second, a, b));
+            }
+        }
+        merges.sort_by(|a, b| b.0.total_cmp(&a.0).then((a.1, a.2).cmp(&(b.1, b.2))));
+        let own = |(.., a, b): (f32, u32, u32, &str, &str)| (a.to_owned(), b.to_owned());
+        Ok(merges.into_iter().map(own).collect())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A vocabulary of pieces, all of one score.
+    fn of_pieces(tokens: Vec<String>) -> GgufVocabulary {
+        GgufVocabulary {
+            model: "llama".to_owned(),
+            scores: vec![0.0; tokens.len()],
+            tokens,
+            kinds: Vec::new(),
+            merges: Vec::new(),
+            split: String::new(),
+            begin: None,
+            adds_begin: false,
+            adds_space: false,
+            ends: Vec::new(),
+        }
+    }
+
+    /// Kills merges of any number: those of 512 KiB of pieces took 360 MB.
+    #[test]
+    fn pieces_that_form_each_other_in_too_many_ways_are_refused() {
+        let repeated = |most: usize| (1..=most).map(|n| "c".repeat(n)).collect();
+        let refused = of_pieces(repeated(1024)).tokenizer().err().unwrap();
+        assert!(refused.contains("524800 bytes"), "{refused}");
+        assert!(refused.contains("too many ways"), "{refused}");
+        let few = of_pieces(repeated(64)).tokenizer().unwrap();
+        assert_eq!(few.encode(&"c".repeat(64)).unwrap(), [63]);
     }
 }

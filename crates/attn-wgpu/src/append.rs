@@ -74,11 +74,11 @@ struct Job {
 const JOB_WORDS: usize = 8;
 const TILE_WORDS: usize = 12;
 
-/// The jobs of some writes. Sources count from `base`.
-fn jobs(writes: &[TokenWrite], base: usize, has_centres: bool) -> Vec<Job> {
+/// The jobs of some writes.
+fn jobs(writes: &[TokenWrite], has_centres: bool) -> Vec<Job> {
     let mut jobs: Vec<Job> = Vec::new();
     for write in writes {
-        let (token, source) = (write.token as u32, (write.source - base) as u32);
+        let (token, source) = (write.token as u32, write.source as u32);
         let centre = match has_centres {
             true => {
                 let centre = CENTRES * write.sequence + centre_of(write.position);
@@ -108,7 +108,7 @@ fn jobs(writes: &[TokenWrite], base: usize, has_centres: bool) -> Vec<Job> {
     jobs
 }
 
-/// Bytes of K that one launch takes from the host.
+/// Most bytes of K that one launch takes from the host.
 const CHUNK_BYTES: usize = 8 << 20;
 
 /// Device buffers for K and V of a launch whose tokens come from the host.
@@ -118,10 +118,36 @@ struct Staging {
     capacity: u64,
 }
 
-/// The sources of some writes, from the first to the last.
-fn sources_of(writes: &[TokenWrite]) -> Range<usize> {
-    let sources = || writes.iter().map(|write| write.source);
-    sources().min().unwrap_or(0)..sources().max().map_or(0, |last| last + 1)
+/// Writes of one launch from the host: their own tokens alone are staged, one behind the other, however far apart they lie.
+struct Chunk {
+    /// The writes, from the staged rows.
+    writes: Vec<TokenWrite>,
+    /// The tokens that are staged.
+    tokens: Vec<Range<usize>>,
+}
+
+impl Chunk {
+    fn of(writes: &[TokenWrite]) -> Self {
+        let mut tokens: Vec<Range<usize>> = Vec::new();
+        for &TokenWrite { source, .. } in writes {
+            match tokens.last_mut() {
+                Some(run) if run.end == source => run.end += 1,
+                _ => tokens.push(source..source + 1),
+            }
+        }
+        let staged = writes.iter().enumerate();
+        let staged = staged.map(|(row, write)| at_source(*write, row));
+        Chunk {
+            writes: staged.collect(),
+            tokens,
+        }
+    }
+}
+
+/// A write of another source.
+fn at_source(mut write: TokenWrite, source: usize) -> TokenWrite {
+    write.source = source;
+    write
 }
 
 /// Bytes of a token's K, and of its V, in f32; of latents there is no V.
@@ -226,9 +252,10 @@ impl Appender {
         let row = in_k.max(in_v);
         let tokens = tokens_of(&pool.layout, [k.shape(), v.shape()])?;
         check(pool, writes, tokens)?;
-        let chunks = writes.chunks((CHUNK_BYTES / row).max(1));
-        let chunks: Vec<_> = chunks.map(|chunk| (sources_of(chunk), chunk)).collect();
-        let longest = chunks.iter().map(|(sources, _)| sources.len()).max();
+        let most = CHUNK_BYTES.min(gpu.largest_binding() as usize);
+        let chunks = writes.chunks((most / row).max(1));
+        let chunks: Vec<_> = chunks.map(Chunk::of).collect();
+        let longest = chunks.iter().map(|chunk| chunk.writes.len()).max();
         let Some(longest) = longest else {
             return Ok(());
         };
@@ -236,15 +263,15 @@ impl Appender {
         let bindings = [&staging.k, &staging.v].map(wgpu::Buffer::as_entire_buffer_binding);
         let launches = chunks
             .iter()
-            .map(|(sources, chunk)| self.launch(pool, layer, chunk, sources.start, &bindings))
+            .map(|chunk| self.launch(pool, layer, &chunk.writes, &bindings))
             .collect::<Result<Vec<_>, _>>()?;
-        for ((sources, _), launch) in chunks.iter().zip(&launches) {
+        for (chunk, launch) in chunks.iter().zip(&launches) {
             for side in pool.layout.format().stored_sides() {
                 let (buffer, rows) = match side {
                     Side::K => (&staging.k, &k),
                     Side::V => (&staging.v, &v),
                 };
-                let rows = rows.packed(sources.clone())?;
+                let rows = rows.gathered(&chunk.tokens)?;
                 gpu.guarded("writing tokens", || {
                     gpu.queue
                         .write_buffer(buffer, 0, bytemuck::cast_slice(&rows));
@@ -303,21 +330,22 @@ impl Appender {
         if writes.is_empty() {
             return Ok(());
         }
-        let launch = self.launch(pool, layer, writes, 0, &sources)?;
-        dispatch(&pool.gpu, encoder, &launch)
+        let launch = self.launch(pool, layer, writes, &sources)?;
+        dispatch(&pool.gpu, encoder, &launch)?;
+        pool.unsubmitted.note(encoder, writes);
+        Ok(())
     }
 
-    /// The dispatch of checked writes: its grid, tables and bindings. Source `base` is the first token of the two buffers.
+    /// The dispatch of checked writes: its grid, tables and bindings.
     fn launch(
         &self,
         pool: &Pool,
         layer: usize,
         writes: &[TokenWrite],
-        base: usize,
         sources: &[wgpu::BufferBinding<'_>; 2],
     ) -> Result<Launch, Error> {
         let pipeline = self.pipelines.get("append", pool)?;
-        let jobs = jobs(writes, base, pool.centres.is_some());
+        let jobs = jobs(writes, pool.centres.is_some());
         let gpu = &pool.gpu;
         let heads = pool.layout.num_kv_heads();
         let [grid_x, grid_y] = grid(gpu, jobs.len(), heads, JOB_WORDS)?;
@@ -480,7 +508,7 @@ mod tests {
                 .collect()
         };
         let mut all = writes(KvFormat::INT4, 60, 72);
-        let found = spans(&jobs(&all, 0, false));
+        let found = spans(&jobs(&all, false));
         let tokens: Vec<_> = found.iter().map(|(_, _, tokens)| *tokens).collect();
         assert_eq!(tokens, [[60, 64, 0], [0, 64, 4], [0, 4, 68]]);
         let mut pages: Vec<u32> = found
@@ -490,16 +518,31 @@ mod tests {
         pages.sort_unstable();
         assert_eq!(pages, [0, 1, 2, 3, 4, 5]);
         all.iter_mut().for_each(|write| write.source += 1000);
-        assert_eq!(spans(&jobs(&all, 1000, false)), found);
+        let chunk = Chunk::of(&all);
+        assert_eq!(chunk.tokens, [1000..1072]);
+        assert_eq!(spans(&jobs(&chunk.writes, false)), found);
         let all = writes(KvFormat::INT8, 0, 64);
-        assert_eq!(spans(&jobs(&all, 0, false)), [(0, None, [0, 64, 0])]);
+        assert_eq!(spans(&jobs(&all, false)), [(0, None, [0, 64, 0])]);
+    }
+
+    /// Kills staging from the first source to the last: the first tokens of new sequences are written together, and lie as far apart as their prompts are long.
+    #[test]
+    fn a_chunk_stages_its_own_tokens_alone() {
+        let all = writes(KvFormat::INT8, 0, 5);
+        let scattered: Vec<_> = [(0, 7), (3, 5000), (1, 8), (2, 9), (4, 3)]
+            .map(|(i, source)| at_source(all[i], source))
+            .into();
+        let chunk = Chunk::of(&scattered);
+        assert_eq!(chunk.tokens, [7..8, 5000..5001, 8..10, 3..4]);
+        let staged: Vec<_> = chunk.writes.iter().map(|w| (w.token, w.source)).collect();
+        assert_eq!(staged, [(0, 0), (3, 1), (1, 2), (2, 3), (4, 4)]);
     }
 
     /// Kills jobs whose keys lack different centres, which a workgroup takes for one.
     #[test]
     fn the_keys_of_a_job_lack_one_centre() {
         let all = writes(KvFormat::INT8, 0, 66);
-        let jobs = jobs(&all, 0, true);
+        let jobs = jobs(&all, true);
         let found: Vec<_> = jobs
             .iter()
             .map(|job| (job.first, job.end, job.centre))

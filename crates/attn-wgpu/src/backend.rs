@@ -272,7 +272,7 @@ impl WgpuBackend {
     /// Prepares a step on a contiguous cache in the caller's buffers, which is read in place.
     ///
     /// # Errors
-    /// Those of [`Problem::check`]; [`Error::Parameter`] for a scheme that has no row form; those of [`Scheme::check_scales`](attn_core::Scheme::check_scales) for
+    /// Those of [`Problem::check`]; those of [`KvFormat::check_rows`]; those of [`Scheme::check_scales`](attn_core::Scheme::check_scales) for
     /// the static scales; [`Error::Device`] for buffers that are too short, or whose offsets and strides do not suit the kernels' loads.
     pub fn prepare_view(
         &self,
@@ -280,6 +280,8 @@ impl WgpuBackend {
         view: &DeviceView<'_>,
     ) -> Result<Prepared, Error> {
         self.gpu.alive("preparing a view")?;
+        problem.check()?;
+        view.format.check_rows(problem.head_dim)?;
         self.check(problem, view.format)?;
         let (stored, lists) = view.check(&self.gpu, problem)?;
         let source = KvTables {
@@ -323,12 +325,12 @@ impl WgpuBackend {
     ///
     /// `appends` lists (sequence, number of tokens), each sequence once; `k` and `v` are f32 `[tokens, num_kv_heads, head_dim]`, the first
     /// sequence's tokens first, with `BufferUsages::STORAGE`. They are not checked and must be finite. The cache counts the tokens at once, so
-    /// steps may be prepared and recorded behind this one; submit the encoder before the cache's pages are used in any other way, and before a sequence
-    /// of a cache with centres of K is forked.
+    /// steps may be prepared and recorded behind this one; submit the encoder before the cache's pages are used in any other way. What reads the recorded tokens before is
+    /// refused: an image, `read_back`, an append to a sequence that shares their last page with a fork, and a fork of a sequence whose centres of K they make.
     ///
     /// # Errors
     /// Those of [`KvCache::append_with`]; [`Error::WrongBackend`] for another backend's (or device's) cache; [`Error::Device`] for a buffer
-    /// that is too short or of another device.
+    /// that is too short or of another device, and with [`WgpuError::Unsubmitted`](crate::WgpuError::Unsubmitted) for an append to a forked sequence whose shared page is not submitted.
     pub fn record_append(
         &self,
         encoder: &mut wgpu::CommandEncoder,

@@ -37,6 +37,11 @@ pub enum WgpuError {
     /// wgpu panicked, as it does for handles of another instance.
     #[error("wgpu panicked: {0}; pass buffers and encoders of this backend's own device")]
     Panicked(String),
+    /// Tokens or centres of K that a caller's encoder has yet to write.
+    #[error(
+        "an append that was recorded into an encoder writes what would be read; submit the encoder first"
+    )]
+    Unsubmitted,
     /// A caller's buffer that a kernel cannot use.
     #[error("buffer {what} {given}; it needs {needed}")]
     Buffer {

@@ -199,11 +199,11 @@ impl Gpu {
         let info = device.adapter_info();
         let limits = device.limits();
         if limits.max_compute_invocations_per_workgroup < 256
-            || limits.max_storage_buffers_per_shader_stage < 5
+            || limits.max_storage_buffers_per_shader_stage < 8
             || limits.max_compute_workgroup_storage_size < 16384
         {
             let reason = format!(
-                "{}: 256 threads, 5 storage buffers and 16384 bytes per workgroup are needed",
+                "{}: 256 threads, 8 storage buffers and 16384 bytes per workgroup are needed",
                 info.name
             );
             return Err(absent(

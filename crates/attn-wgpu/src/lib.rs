@@ -17,6 +17,7 @@ mod options;
 mod pipeline;
 mod pool;
 mod store;
+mod unsubmitted;
 #[cfg(test)]
 mod valid;
 mod view;

@@ -90,13 +90,13 @@ pub(crate) fn compile(
     Ok(made)
 }
 
-/// The first `bytes` of a caller's buffer, which has as many. For a handle of another instance wgpu finds another buffer; it compares the
+/// The first `bytes` of a caller's buffer, which has as many; where a kernel reads none, those of one vector, since a binding has some. For a handle of another instance wgpu finds another buffer; it compares the
 /// size with that one, so a kernel never reaches past a buffer.
 pub(crate) fn first(buffer: &wgpu::Buffer, bytes: u64) -> wgpu::BufferBinding<'_> {
     wgpu::BufferBinding {
         buffer,
         offset: 0,
-        size: NonZeroU64::new(bytes),
+        size: NonZeroU64::new(bytes.max(16).min(buffer.size())),
     }
 }
 

@@ -13,6 +13,7 @@ use crate::{
     error::{BACKEND, no_kernel},
     gpu::Gpu,
     pipeline::Stored,
+    unsubmitted::Unsubmitted,
 };
 
 /// Storage buffers of the split kernel beside the pool's, and the centres of K where there are some.
@@ -32,6 +33,8 @@ pub(crate) struct Pool {
     pub num_pages: usize,
     /// The centres of K of the cache's sequences, if it has some.
     pub centres: Option<Centres>,
+    /// Appends that callers' encoders have taken.
+    pub unsubmitted: Unsubmitted,
     /// Bytes written to the queue and not yet submitted, so that staging memory stays small.
     pending: AtomicU64,
 }
@@ -103,6 +106,7 @@ impl Pool {
             buffers,
             pages_per_buffer: per_buffer.min(num_pages) as u32,
             num_pages: config.num_pages,
+            unsubmitted: Unsubmitted::default(),
             pending: AtomicU64::new(0),
         })
     }
@@ -144,8 +148,9 @@ impl Pool {
         Ok(())
     }
 
-    /// Reads the bytes of pages into `out`, one page behind the other; waits once for each [`MOST_PENDING`] bytes.
+    /// Reads the bytes of pages into `out`, one page behind the other; waits once for each [`MOST_PENDING`] bytes. Refuses pages that an encoder has yet to write.
     pub fn read_pages(&self, pages: &[u32], out: &mut [u8]) -> Result<(), Error> {
+        self.unsubmitted.check_pages(&self.gpu, pages)?;
         let (mut out, mut batch, mut waiting) = (out, Vec::new(), 0);
         let mut parts = self.parts(pages, out.len())?.into_iter().peekable();
         while let Some(part) = parts.next() {
@@ -193,8 +198,9 @@ impl Pool {
         Ok((&centres.buffer, at, centres.bytes))
     }
 
-    /// Reads a sequence's centres of K.
+    /// Reads a sequence's centres of K. Refuses those that an encoder has yet to make.
     pub fn read_centres(&self, sequence: usize, out: &mut [u8]) -> Result<(), Error> {
+        self.unsubmitted.check_centres(&self.gpu, sequence)?;
         let part = self.centres_at(sequence, out.len())?;
         out.copy_from_slice(&self.gpu.read("reading centres of K", &[part])?);
         Ok(())

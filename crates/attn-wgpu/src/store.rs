@@ -129,7 +129,8 @@ impl PageStore for DevicePages {
     }
 
     fn can_wait(&self) -> bool {
-        !IN_BROWSER
+        let are_any = |pool: &Pool| pool.unsubmitted.are_any(&pool.gpu);
+        !IN_BROWSER && !self.pools.iter().any(are_any)
     }
 
     fn write_pages(

@@ -3,7 +3,7 @@
 //! The kernels load 16 bytes of K and 4 of V at a time: offsets and strides must be multiples of that. A host's view is uploaded as it is,
 //! or imported as pages (`import.rs`) if its strides do not suit or it exceeds a binding.
 
-use attn_core::{Error, KvFormat, KvView, Problem, Scheme, StridedRows};
+use attn_core::{Error, KvFormat, KvView, Problem, Scheme, StridedRows, view::reach};
 use wgpu::BufferUsages;
 
 use crate::{
@@ -58,24 +58,6 @@ fn refuse<T>(what: &'static str, given: String, needed: String) -> Result<T, Err
     ))
 }
 
-/// Elements up to the end of the last row of `row` elements that the problem reads.
-fn reach(problem: &Problem, at: usize, strides: [usize; 3], row: usize) -> Option<usize> {
-    let mut end = 0;
-    for (b, &len) in problem
-        .kv_lens
-        .iter()
-        .enumerate()
-        .filter(|(_, len)| **len > 0)
-    {
-        let last = [b, problem.num_kv_heads - 1, len - 1];
-        let start = last.iter().zip(strides).try_fold(at, |sum, (i, stride)| {
-            sum.checked_add(i.checked_mul(stride)?)
-        })?;
-        end = end.max(start.checked_add(row)?);
-    }
-    Some(end)
-}
-
 /// `{first row, KV head to KV head, token to token}` of sequence `b` in units of `unit`: 0 for steps that are never taken. The others end
 /// inside a binding (`reach`), whose indices fit into 32 bits.
 fn words(problem: &Problem, b: usize, at: usize, strides: [usize; 3], unit: usize) -> [u32; 3] {
@@ -98,13 +80,6 @@ impl SideRows<'_> {
         problem: &Problem,
         align: usize,
     ) -> Result<[u64; 2], Error> {
-        if scheme.code_bits() == 4 || scheme.is_rotated() {
-            return Err(Error::parameter(
-                "view scheme",
-                format_args!("{scheme}"),
-                "f16, bf16, fp8, int8-plain, int8-g32, int8-tensor; import int4 rows into pages",
-            ));
-        }
         let strides = self.code_strides;
         if [self.codes_at]
             .iter()
@@ -116,15 +91,16 @@ impl SideRows<'_> {
         }
         let row = dim * scheme.code_bits() / 8;
         let most = gpu.largest_binding();
-        let fits = |what, buffer: &wgpu::Buffer, elems: Option<usize>, width: u64| {
-            let needed = elems.and_then(|n| (n as u64).checked_mul(width));
+        // A number that saturates is longer than any buffer.
+        let fits = |what, buffer: &wgpu::Buffer, elems: usize, width: u64| {
+            let needed = (elems as u64).saturating_mul(width);
             let usable = buffer.usage().contains(BufferUsages::STORAGE);
-            match needed {
-                Some(n) if usable && n <= buffer.size().min(most) => Ok(n),
-                _ => refuse(
+            match usable && needed <= buffer.size().min(most) {
+                true => Ok(needed),
+                false => refuse(
                     what,
                     format!("has {} bytes, usage {:?}", buffer.size(), buffer.usage()),
-                    format!("{needed:?} bytes, at most {most} and usage STORAGE"),
+                    format!("{needed} bytes, at most {most} and usage STORAGE"),
                 ),
             }
         };
@@ -139,13 +115,13 @@ impl SideRows<'_> {
         let groups = scheme.groups(dim).count();
         let end = reach(problem, self.scales_at, self.scale_strides, groups);
         // The kernels read whole words.
-        let end = end.and_then(|n| n.checked_next_multiple_of(2));
+        let end = end.saturating_add(end % 2);
         Ok([codes, fits("scales", scales, end, 2)?])
     }
 }
 
 impl DeviceView<'_> {
-    /// Refuses a view that the kernels cannot read in place.
+    /// Refuses a view that the kernels cannot read in place. Its format has been checked ([`KvFormat::check_rows`]).
     pub(crate) fn check(&self, gpu: &Gpu, problem: &Problem) -> Result<Checked, Error> {
         let k = self
             .k
@@ -223,10 +199,10 @@ pub(crate) fn upload(
     }
     let side = |rows: &StridedRows<'_>, scheme: Scheme, dim: usize| -> Result<Uploaded, Error> {
         let row = dim * scheme.code_bits() / 8;
-        let used = reach(problem, 0, rows.code_strides, row).unwrap_or(0);
+        let used = reach(problem, 0, rows.code_strides, row);
         let scales = if scheme.has_row_scales() {
             let groups = scheme.groups(dim).count();
-            let used = reach(problem, 0, rows.scale_strides, groups).unwrap_or(0);
+            let used = reach(problem, 0, rows.scale_strides, groups);
             let bytes = bytemuck::cast_slice(&rows.scales[..used.min(rows.scales.len())]);
             Some(write(gpu, bytes)?)
         } else {

@@ -245,6 +245,35 @@ mod tests {
         }
     }
 
+    /// Kills a panel that begins at the sequence's last token, from which 16 tokens may lie behind the page, and behind the pool.
+    #[test]
+    fn panels_of_latents_in_small_pages_begin_at_multiples_of_16_tokens() {
+        let problem = Problem::new(Heads::new(1, 1, 64), vec![100]);
+        for (name, page_size) in [
+            ("int8-latents", 16),
+            ("int8-latents", 32),
+            ("int8-plain-latents", 16),
+        ] {
+            let layout = KvLayout {
+                format: name.parse().unwrap(),
+                page_size,
+                pools: 1,
+                view: false,
+                centres: false,
+            };
+            let key = decode_key(&problem, layout, 16384, &Tuning::default());
+            let text = decode_text("decode_split.wgsl", &key).unwrap();
+            let panels: Vec<_> = text
+                .lines()
+                .filter(|line| line.contains("let latents_"))
+                .collect();
+            assert!(!panels.is_empty(), "{name}");
+            for panel in panels {
+                assert!(panel.ends_with("last) & ~15u);"), "{name}: {panel}");
+            }
+        }
+    }
+
     #[test]
     fn the_largest_kernels_are_far_from_the_preprocessors_bounds() {
         let mut problem = Problem::new(Heads::new(64, 1, 256), vec![1]);

@@ -69,8 +69,8 @@ impl KvCache {
     pub fn keys_are_due(&self, layer: usize) -> bool {
         layer < self.config.layers
             && self.config.format.k.code_bits() < 16
-            && self.store.can_wait()
             && self.sequence_to_look_at(layer).is_some()
+            && self.store.can_wait()
     }
 
     fn sequence_to_look_at(&self, layer: usize) -> Option<usize> {

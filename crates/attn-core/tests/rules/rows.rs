@@ -293,6 +293,13 @@ fn backends_get_rows_in_place_or_side_by_side() {
     let firsts: Vec<f32> = second.chunks(DIM).map(|row| row[0]).collect();
     assert_eq!(firsts, [1, 3, 5, 7].map(|row| (row * DIM) as f32));
     assert!(q.packed(1..1).unwrap().is_empty());
+    let both = q.gathered(&[1..2, 0..1]).unwrap();
+    let firsts: Vec<f32> = both.chunks(DIM).map(|row| row[0]).collect();
+    assert_eq!(
+        firsts,
+        [1, 3, 5, 7, 0, 2, 4, 6].map(|row| (row * DIM) as f32)
+    );
+    assert!(q.gathered(&[]).unwrap().is_empty());
     // A step over another step's rows.
     let mut again =
         DecodeStep::new(&plan, q, KvSource::Cache(&cache), outputs.out).expect("the same rows");

@@ -3,11 +3,13 @@
 use attn_conformance::trials::Trials;
 use attn_core::{
     Append, CacheConfig, DecodeAttention, DecodeStep, Error, Heads, Int8Scale, KvCache, KvFormat,
-    KvSource, PageStore, Problem, Scheme, Unsupported,
+    KvSource, KvView, PageStore, Problem, Scheme, StridedRows, Unsupported,
 };
 use attn_cpu::Reference;
 use attn_wgpu::{DevicePages, DeviceView, SideRows, WgpuBackend, WgpuError, wgpu};
 use wgpu::BufferUsages as Usage;
+
+use super::native::{bindings_of, with_limits};
 
 const HEADS: usize = 2;
 const DIM: usize = 64;
@@ -180,6 +182,40 @@ fn strides_that_no_row_takes_are_of_no_concern(backend: &WgpuBackend) {
     }
 }
 
+/// Kills a binding of a caller's whole buffer where a step reads nothing of it.
+fn views_without_tokens_may_lie_in_buffers_that_no_kernel_can_bind(backend: &WgpuBackend) {
+    let small = with_limits(backend, bindings_of(64 << 10)).unwrap();
+    let (codes, scales) = (buffer(&small, 1 << 20), buffer(&small, 1 << 20));
+    let problem = Problem::new(Heads::new(HEADS, HEADS, DIM), vec![0; 3]);
+    let step = small
+        .prepare_view(&problem, &view(&codes, &scales))
+        .unwrap();
+    let [q, out, lse] = [(); 3].map(|()| buffer(&small, 4096));
+    let mut encoder = encoder(&small);
+    small.record(&mut encoder, &step, &q, &out, &lse).unwrap();
+    small.wgpu_queue().submit([encoder.finish()]);
+}
+
+/// Kills a device that is taken and whose kernels then fail: a view of `int8-plain` binds seven storage buffers.
+fn devices_with_fewer_storage_buffers_than_the_documented_are_refused(backend: &WgpuBackend) {
+    let limits = |max_storage_buffers_per_shader_stage| wgpu::Limits {
+        max_storage_buffers_per_shader_stage,
+        ..Default::default()
+    };
+    match with_limits(backend, limits(7)).map(|_| ()) {
+        Err(Unsupported::Absent { reason, .. }) => {
+            assert!(reason.contains("8 storage buffers"), "{reason}");
+        }
+        other => panic!("{other:?}"),
+    }
+    let least = with_limits(backend, limits(8)).unwrap();
+    let (codes, scales) = (buffer(&least, 4096), buffer(&least, 4096));
+    let problem = Problem::new(Heads::new(HEADS, HEADS, DIM), vec![1]);
+    least
+        .prepare_view(&problem, &view(&codes, &scales))
+        .unwrap();
+}
+
 fn steps_beyond_the_device_are_refused_before_memory_is_asked_for(backend: &WgpuBackend) {
     let (codes, scales) = (buffer(backend, 4096), buffer(backend, 4096));
     let view = view(&codes, &scales);
@@ -205,6 +241,36 @@ fn steps_beyond_the_device_are_refused_before_memory_is_asked_for(backend: &Wgpu
         if let Ok(plan) = backend.plan(&problem, KvFormat::INT8) {
             assert_eq!(plan.problem(), &problem);
         }
+    }
+}
+
+/// Kills views of latents, whose V has no rows, and formats that the core's own views refuse with another error.
+fn views_of_formats_without_rows_are_refused_as_the_cores_are(backend: &WgpuBackend) {
+    let (codes, scales) = (buffer(backend, 1 << 16), buffer(backend, 1 << 16));
+    let bytes = vec![0; 1 << 16];
+    let halves = vec![0; 1 << 16];
+    let problem = Problem::new(Heads::new(HEADS, HEADS, DIM), vec![3, 5]);
+    for name in [
+        "int8-latents",
+        "int8-plain-latents",
+        "fp8-latents",
+        "bf16-latents",
+        "f16-latents",
+        "int4",
+        "int8",
+        "int8-plain/int8",
+        "int4-g1/int8-plain",
+    ] {
+        let format: KvFormat = name.parse().unwrap();
+        let view = DeviceView {
+            format,
+            ..view(&codes, &scales)
+        };
+        let rows = StridedRows::bnsh(&bytes, &halves, HEADS, 5, 2 * DIM, 8);
+        let of_core = KvView::new(&problem, format, rows, rows, [&[], &[]]).map(|_| ());
+        let found = backend.prepare_view(&problem, &view).map(|_| ());
+        assert!(matches!(of_core, Err(Error::Parameter { .. })), "{name}");
+        assert_eq!(format!("{found:?}"), format!("{of_core:?}"), "{name}");
     }
 }
 
@@ -402,8 +468,20 @@ pub fn add(trials: Trials<WgpuBackend>) -> Trials<WgpuBackend> {
             strides_that_no_row_takes_are_of_no_concern,
         )
         .test(
+            "hostile: views without tokens may lie in buffers that no kernel can bind",
+            views_without_tokens_may_lie_in_buffers_that_no_kernel_can_bind,
+        )
+        .test(
+            "hostile: devices with fewer storage buffers than the documented are refused",
+            devices_with_fewer_storage_buffers_than_the_documented_are_refused,
+        )
+        .test(
             "hostile: steps beyond the device are refused before memory is asked for",
             steps_beyond_the_device_are_refused_before_memory_is_asked_for,
+        )
+        .test(
+            "hostile: views of formats without rows are refused as the core's are",
+            views_of_formats_without_rows_are_refused_as_the_cores_are,
         )
         .test(
             "hostile: tensor scales of a view are in range",

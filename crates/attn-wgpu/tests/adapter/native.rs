@@ -3,10 +3,10 @@
 use attn_conformance::{noise, trials::Trials};
 use attn_core::{
     Append, CacheConfig, DecodeAttention, DecodeStep, Error, Heads, Int8Scale, KvCache, KvFormat,
-    KvSource, KvView, Problem, Scheme, StridedRows,
+    KvSource, KvView, Problem, Scheme, StridedRows, Unsupported,
 };
 use attn_cpu::{CpuBackend, Reference};
-use attn_wgpu::{DeviceView, SideRows, WgpuBackend, wgpu};
+use attn_wgpu::{DeviceView, SideRows, WgpuBackend, WgpuError, wgpu};
 use wgpu::BufferUsages as Usage;
 
 const HEADS: [usize; 2] = [6, 2];
@@ -339,6 +339,124 @@ fn an_engines_rows_are_read_where_they_lie(backend: &WgpuBackend) {
     assert_eq!(bits(&want_lse), download(backend, &lse));
 }
 
+/// The backend over a device of its own, of these limits.
+pub fn with_limits(
+    backend: &WgpuBackend,
+    required_limits: wgpu::Limits,
+) -> Result<WgpuBackend, Unsupported> {
+    let mut descriptor = wgpu::InstanceDescriptor::new_without_display_handle();
+    descriptor.flags = wgpu::InstanceFlags::empty();
+    let instance = wgpu::Instance::new(descriptor);
+    let adapters = pollster::block_on(instance.enumerate_adapters(wgpu::Backends::all()));
+    let name = backend.wgpu_device().adapter_info().name;
+    let mut adapters = adapters.into_iter();
+    let adapter = adapters.find(|adapter| adapter.get_info().name == name);
+    let opened = adapter.unwrap().request_device(&wgpu::DeviceDescriptor {
+        required_limits,
+        ..Default::default()
+    });
+    let (device, queue) = pollster::block_on(opened).unwrap();
+    WgpuBackend::with_device(device, queue)
+}
+
+/// WebGPU's default limits, with bindings of so many bytes.
+pub fn bindings_of(max_storage_buffer_binding_size: u64) -> wgpu::Limits {
+    wgpu::Limits {
+        max_storage_buffer_binding_size,
+        ..Default::default()
+    }
+}
+
+/// Kills staging memory as long as the input: the first tokens of new sequences, which are written together, lie apart by a whole prompt.
+fn new_sequences_are_appended_whose_tokens_no_binding_holds_at_once(backend: &WgpuBackend) {
+    let small = with_limits(backend, bindings_of(256 << 10)).unwrap();
+    let config = CacheConfig::builder(KvFormat::INT8, Heads::new(2, 2, 64))
+        .sequences(4)
+        .max_len(400)
+        .build();
+    let appends = [0, 1, 2, 3].map(|sequence| Append {
+        sequence,
+        tokens: 400,
+    });
+    let [k, v] = [1, 2].map(|seed| noise::uniform(seed, 0..4 * 400 * 2 * 64));
+    let [theirs, ours] = [&Reference::new() as &dyn DecodeAttention, &small].map(|backend| {
+        let mut cache = backend.create_cache(&config).unwrap();
+        cache.append_batch(&appends, &k, &v).unwrap();
+        [0, 1, 2, 3].map(|sequence| cache.image(sequence).unwrap().as_bytes().to_vec())
+    });
+    assert!(theirs == ours);
+}
+
+/// Kills copies of a shared page that are made before its recorded tokens are written, which would lose them.
+fn what_a_recorded_append_writes_is_read_only_behind_its_submission(backend: &WgpuBackend) {
+    let unsubmitted = |result: Result<(), Error>| {
+        let error = result.unwrap_err();
+        let Error::Device { source, .. } = &error else {
+            panic!("{error:?}");
+        };
+        let found = matches!(source.downcast_ref(), Some(WgpuError::Unsubmitted));
+        assert!(found, "{error:?}");
+    };
+    let encoder = || {
+        let device = backend.wgpu_device();
+        device.create_command_encoder(&Default::default())
+    };
+    for centres in [false, true] {
+        let config = CacheConfig::builder(KvFormat::INT8, Heads::new(HEADS[1], HEADS[1], DIM))
+            .centres(centres)
+            .sequences(2)
+            .max_len(100)
+            .build();
+        let [k, v] = [1, 2].map(|seed| noise(6 * HEADS[1] * DIM, seed));
+        let [all_k, all_v] = [&k, &v].map(|x| upload(backend, x));
+        let tokens = |sequence, tokens| [Append { sequence, tokens }];
+        let mut theirs = Reference::new().create_cache(&config).unwrap();
+        let mut cache = backend.create_cache(&config).unwrap();
+        let mut first = encoder();
+        backend
+            .record_append(&mut first, &mut cache, &tokens(0, 6), &all_k, &all_v)
+            .unwrap();
+        unsubmitted(cache.image(0).map(|_| ()));
+        if centres {
+            unsubmitted(cache.fork(0, 1));
+            backend.wgpu_queue().submit([first.finish()]);
+            cache.fork(0, 1).unwrap();
+        } else {
+            cache.fork(0, 1).unwrap();
+            let mut second = encoder();
+            unsubmitted(backend.record_append(
+                &mut second,
+                &mut cache,
+                &tokens(1, 1),
+                &all_k,
+                &all_v,
+            ));
+            assert_eq!(cache.table().lens, [6, 6]);
+            backend.wgpu_queue().submit([first.finish()]);
+        }
+        let mut second = encoder();
+        backend
+            .record_append(&mut second, &mut cache, &tokens(1, 1), &all_k, &all_v)
+            .unwrap();
+        backend.wgpu_queue().submit([second.finish()]);
+        theirs.append(0, &k, &v).unwrap();
+        theirs.fork(0, 1).unwrap();
+        let row = HEADS[1] * DIM;
+        theirs.append(1, &k[..row], &v[..row]).unwrap();
+        for sequence in [0, 1] {
+            let [a, b] = [&theirs, &cache].map(|cache| cache.image(sequence).unwrap());
+            assert!(a.as_bytes() == b.as_bytes(), "{sequence}, {centres}");
+        }
+        // What a dropped encoder would have written is awaited no more.
+        let mut dropped = encoder();
+        backend
+            .record_append(&mut dropped, &mut cache, &tokens(0, 1), &all_k, &all_v)
+            .unwrap();
+        drop(dropped);
+        cache.image(0).unwrap();
+    }
+}
+
 /// What is awaited is what waits, to the last step: 16-bit outputs are rounded, too.
 fn awaited_calls_answer_as_those_that_wait(backend: &WgpuBackend) {
     let heads = Heads {
@@ -387,6 +505,14 @@ pub fn add(trials: Trials<WgpuBackend>) -> Trials<WgpuBackend> {
         .test(
             "native: an engines rows are read where they lie",
             an_engines_rows_are_read_where_they_lie,
+        )
+        .test(
+            "native: what a recorded append writes is read only behind its submission",
+            what_a_recorded_append_writes_is_read_only_behind_its_submission,
+        )
+        .test(
+            "native: new sequences are appended whose tokens no binding holds at once",
+            new_sequences_are_appended_whose_tokens_no_binding_holds_at_once,
         )
         .test(
             "native: awaited calls answer as those that wait",
