@@ -64,7 +64,8 @@ struct Split {
         bool by_tiles = num_tiles <= (Config::MERGES_GLOBALLY ? min(p.max_partials, teams) : 2 * teams);
         // Also by a plan for longer sequences, whose partials are spans, where teams then have fewer tiles and the workspace has the places.
         bool short_of_plan = segments <= min(p.max_partials, (SPAN - 1) * teams);
-        bool by_segments = Config::MERGES_GLOBALLY ? p.partial_per_segment || short_of_plan : segments <= (teams == MOST_TEAMS ? cluster_partials(MOST_TEAMS) : TEAM_PARTIALS * teams);
+        bool by_segments = Config::MERGES_GLOBALLY ? p.partial_per_segment || short_of_plan
+                                                   : segments <= (teams == MOST_TEAMS ? cluster_partials(MOST_TEAMS) : TEAM_PARTIALS * teams);
         x.shift = teams == 1 ? SPAN_SHIFT : by_tiles ? 0 : by_segments ? SEGMENT_SHIFT : SPAN_SHIFT;
         x.all = runs_of(num_tiles, x.shift);
         int each = each_of(p, x.all);

@@ -22,7 +22,8 @@ constexpr int cluster_partials(int teams) {
     return smaller(TEAM_PARTIALS * teams, smaller(by_rows, by_runs));
 }
 constexpr int MOST_TEAMS = 16;
-static_assert(Config::MERGES_GLOBALLY || (cluster_partials(2) == TEAM_PARTIALS * 2 && cluster_partials(4) == TEAM_PARTIALS * 4 && cluster_partials(8) == TEAM_PARTIALS * 8),
+static_assert(Config::MERGES_GLOBALLY ||
+                  (cluster_partials(2) == TEAM_PARTIALS * 2 && cluster_partials(4) == TEAM_PARTIALS * 4 && cluster_partials(8) == TEAM_PARTIALS * 8),
               "low_latency.cu takes it for granted");
 static_assert(Config::MERGES_GLOBALLY || cluster_partials(MOST_TEAMS) >= 2 * MOST_TEAMS, "partials may be tiles");
 constexpr int STATE_BYTES = Config::ROWS * Config::STATE_STRIDE * 4;
