@@ -539,15 +539,15 @@ def test_tables_at_strides_are_read_as_they_lie_or_refused(rng):
         k, v, q = (on_gpu(rows(rng, n, heads, 128)) for n, heads in ((3, 2), (3, 2), (3, 8)))
         plan.step(q, k, v, pool, table, kv_lens, residuals)
         wanted = plan.attend(q, pool, table, kv_lens, residuals)
-        wide = torch.full((4, 5), 10**6, dtype=torch.int32, device="cuda")
-        wide[:3, 3:] = table
+        wide = torch.full((3, 6), 10**6, dtype=torch.int32, device="cuda")
+        wide[:, 4:] = table
         # The last row of the view ends where the tensor does.
-        given = plan.attend(q, pool, wide[:3, 3:], kv_lens, residuals)
+        given = plan.attend(q, pool, wide[:, 4:], kv_lens, residuals)
         assert all(torch.equal(a, b) for a, b in zip(given, wanted))
         with pytest.raises(attn.ShapeError, match="page_table has the shape .* rows 0 entries apart"):
             plan.attend(q, pool, table[:1].expand(3, pages), kv_lens, residuals)
         with pytest.raises(attn.ShapeError, match="page_table has 1 pages"):
-            plan.attend(q, pool, wide[:3, 3:4], kv_lens, residuals)
+            plan.attend(q, pool, wide[:, 4:5], kv_lens, residuals)
         if slots:
             wide = torch.zeros(3, 2 * slots, dtype=torch.int32, device="cuda")
             with pytest.raises(attn.ShapeError, match="residual_pages has the shape .* side by side"):
