@@ -155,7 +155,7 @@ pub enum Error {
     TooLong {
         /// The sequence.
         sequence: usize,
-        /// The tokens that it would have.
+        /// The tokens that it would have, with those of shards ahead.
         tokens: usize,
         /// The most tokens of a sequence.
         limit: usize,

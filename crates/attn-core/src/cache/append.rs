@@ -266,7 +266,8 @@ impl KvCache {
         for &Append { sequence, tokens } in appends {
             self.check_sequence(sequence)?;
             sequences.push(sequence);
-            check_len(sequence, self.table.lens[sequence].saturating_add(tokens))?;
+            let ahead = self.table.tokens_before[sequence] + self.table.lens[sequence];
+            check_len(sequence, ahead.saturating_add(tokens))?;
             if tokens == 0 {
                 continue;
             }

@@ -406,6 +406,21 @@ fn what_is_no_shard_is_refused() {
     }
     assert_eq!(later.table().tokens_before, [0; 3]);
 
+    // A sequence's tokens are those of all its shards.
+    let room = 1024;
+    later.begin_shard(0, (1 << 20) - room, &centres).unwrap();
+    let appends = |tokens| {
+        [Append {
+            sequence: 0,
+            tokens,
+        }]
+    };
+    let refused = later.pages_needed(&appends(room + 1)).unwrap_err();
+    assert!(
+        matches!(refused, Error::TooLong { sequence: 0, tokens, .. } if tokens == (1 << 20) + 1)
+    );
+    later.pages_needed(&appends(room)).unwrap();
+
     later.begin_shard(0, 1024, &centres).unwrap();
     append(&mut later, 0, &all, [1024, 1100]);
     // Another shard's centres would be read, silently.
