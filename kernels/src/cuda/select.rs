@@ -14,7 +14,7 @@ use super::{
     split::{has_score_mods, rows},
 };
 
-mod few_rows;
+mod many_rows;
 
 /// The most CTAs along a grid's second and third axis.
 const MAX_GRID: usize = 65_535;
@@ -164,82 +164,6 @@ impl Shape {
                     })
                     .find(|config| shape.fits(config, SM_TEAMS, shared_limit))
             })
-    }
-
-    /// The configuration of `many_rows.cu` for runs of spans; `None` where it does not cover the shape.
-    pub(crate) fn many_rows(&self, shared_limit: usize) -> Option<KernelConfig> {
-        if has_wide_rows(self.format, self.head_dim) {
-            return self.wide_rows(shared_limit);
-        }
-        let KvFormat { k, v, .. } = self.format;
-        let HeadDim { k: dim, v: v_dim } = self.head_dim;
-        let has_one_scale = |scheme: Scheme| scheme.groups(dim).count() == 1;
-        let is_covered = match self.format.is_integer() {
-            true => has_one_scale(k) && has_one_scale(v),
-            false => k == v && !self.format.latents,
-        };
-        // Products of bytes have V along the tokens, as rows have not. Of many dims, registers suffice for 16-bit floats, and shared memory for a ring of both warpgroups'.
-        let is_16_bit = k.code_bits() == 16;
-        let has_many_dims = dim > 128;
-        // Three read a cached token half as often as two for as many rows, where registers suffice for their states.
-        let has_three =
-            is_16_bit && !has_many_dims && !self.score_mods && shared_limit >= BULK_SHARED;
-        let row_warps = match self.rows {
-            0..=64 if !has_many_dims => 1,
-            129.. if has_three => WARPGROUPS + 1,
-            _ => WARPGROUPS,
-        };
-        let has_dims = match (dim, v_dim) {
-            (64 | 96 | 128, _) if v_dim == dim => true,
-            (80, 80) | (192 | 256, _) if v_dim == dim => is_16_bit,
-            // Of pages alone: the copy engine has rows of both sides by one swizzle.
-            (192 | 256, 64..) => is_16_bit && v_dim < dim && !self.layout.is_rows(),
-            _ => false,
-        };
-        // Few rows, too, where nothing else fits.
-        if self.rows <= 8 && self.split_kv(shared_limit).is_some()
-            || !has_dims
-            || self.layout.is_rows() && self.format.is_integer()
-            || !is_covered
-        {
-            return None;
-        }
-        // A thread has one row then in place of two, and all warps have rows.
-        let row_groups = match self.format.is_integer() && self.rows <= FEW_ROWS {
-            true => 4,
-            false => 8,
-        };
-        let producers = self.producers(row_warps, row_groups, shared_limit);
-        // Floats of 16 bits are read a tile at a time.
-        let is_whole_tiles = move |stages: &usize| !is_16_bit || stages.is_multiple_of(2);
-        (2..=9 * row_warps)
-            .rev()
-            .filter(is_whole_tiles)
-            .map(|stages| KernelConfig {
-                kernel: Kernel::ManyRows,
-                row_groups,
-                row_warps,
-                stages,
-                ctas: 1,
-                producers,
-            })
-            .find(|config| self.fits(config, 1, shared_limit))
-    }
-
-    /// Warpgroups that copy tiles and unpack codes. Four warps unpack too slowly for two teams, but where codes of 4 bits are plain: attending 64 rows takes longer
-    /// then, and needs the registers (`kernels/README.md`).
-    fn producers(&self, row_warps: usize, row_groups: usize, shared_limit: usize) -> usize {
-        let sides = [self.format.k, self.format.v];
-        let has_nibbles = sides.iter().any(|side| side.code_bits() == 4);
-        let is_plain = |side: &Scheme| side.code_bits() == 4 && !side.is_rotated();
-        let unpacks_slowly = match self.format.k {
-            Scheme::Fp8E4m3 => true,
-            _ => has_nibbles && (row_groups == 4 || !sides.iter().any(is_plain)),
-        };
-        match unpacks_slowly && row_warps == 1 && shared_limit >= BULK_SHARED {
-            true => 2,
-            false => 1,
-        }
     }
 
     /// The configuration of `many_rows.cu` for wide rows, of which its warpgroups have 64 together; `None` where it does not cover the shape.
