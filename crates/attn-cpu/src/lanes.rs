@@ -1,7 +1,7 @@
 //! A tile's codes for the integer arithmetic of many query rows: unpacked once, with a token (of K) or a dim (of V) to each lane.
 //!
 //! A lane of 32 bits holds four neighbouring codes of its token or dim, so that the products of a step, with four values of a row in every
-//! lane, add up inside their lane. Few rows read the cache in place instead (`integer.rs`), and sum lanes once per tile and row.
+//! lane, add up inside their lane. Few rows read the cache in place instead (`integer`), and sum lanes once per tile and row.
 
 use attn_core::{HeadDim, arithmetic::TILE};
 

@@ -1,4 +1,4 @@
-//! The integer arithmetic's weights of a tile: section 5 of docs/arithmetic.md between the two products of `integer.rs`, and the fold of m and l.
+//! The integer arithmetic's weights of a tile: section 5 of docs/arithmetic.md between the two products of `integer`, and the fold of m and l.
 //!
 //! One vector holds what belongs to up to four query rows, that of query row r in lane r of each of the vector's rows.
 
