@@ -3,6 +3,7 @@
 #ifndef __x86_64__
 #error "fibers are switched by x86-64's registers"
 #endif
+#include <immintrin.h>
 #include <setjmp.h>
 #include <sys/mman.h>
 
@@ -270,6 +271,61 @@ const u32* warp_exchange(Op op, std::initializer_list<u32> in) {
     // clang-format on
     release(w.barrier);
     return w.out[lane];
+}
+
+void quad_words(const u32 (&mine)[4], u32 (&all)[4][4]) {
+    warp_exchange(SYNC, {mine[0], mine[1], mine[2], mine[3]});
+    const Warp32& w = block().warps[me().thread / 32];
+    for (int i = 0; i < 4; i++) memcpy(all[i], w.in[me().thread % 32 / 4 * 4 + i], sizeof all[i]);
+    warp_exchange(SYNC, {});  // all have read
+}
+
+// ---- products of a warpgroup ----
+
+static __m128i half_row(const u8* at, bool is_signed, bool second) {
+    const __m128i x = _mm_loadl_epi64((const __m128i*)(at + 8 * second));
+    return is_signed ? _mm_cvtepi8_epi16(x) : _mm_cvtepu8_epi16(x);
+}
+void multiply_bytes(int* d, int count, const u8 (&rows)[2][32], bool rows_signed, const Matrices& b, bool b_signed, bool adds) {
+    __m128i a[2][4];
+    for (int h = 0; h < 2; h++)
+        for (int i = 0; i < 4; i++) a[h][i] = half_row(rows[h] + i / 2 * 16, rows_signed, i % 2);
+    const int first = 2 * (me().thread % 4);
+    for (int j = 0; j < count / 4; j++)
+        for (int e = 0; e < 2; e++) {
+            __m128i column[4];
+            for (int i = 0; i < 4; i++) column[i] = half_row(b.row(8 * j + first + e, i / 2), b_signed, i % 2);
+            for (int h = 0; h < 2; h++) {
+                __m128i sum = _mm_setzero_si128();
+                for (int i = 0; i < 4; i++) sum = _mm_add_epi32(sum, _mm_madd_epi16(a[h][i], column[i]));
+                int of[4];
+                _mm_storeu_si128((__m128i*)of, sum);
+                int& to = d[4 * j + 2 * h + e];
+                to = (adds ? to : 0) + of[0] + of[1] + of[2] + of[3];
+            }
+        }
+}
+void multiply_floats(float* d, int count, const u16 (&rows)[2][16], bool are_bf16, const Matrices& b, bool b_turned, bool adds) {
+    auto number = [&](const u8* at) {
+        u16 x;
+        memcpy(&x, at, 2);
+        return are_bf16 ? same_bits<float>((u32)x << 16) : half_number(x);
+    };
+    float a[2][16];
+    for (int h = 0; h < 2; h++)
+        for (int k = 0; k < 16; k++) a[h][k] = number((const u8*)&rows[h][k]);
+    const int first = 2 * (me().thread % 4);
+    for (int j = 0; j < count / 4; j++)
+        for (int e = 0; e < 2; e++) {
+            float column[16];
+            for (int k = 0; k < 16; k++) column[k] = number(b_turned ? b.columns(8 * j, k) + (first + e) * 2 : b.row(8 * j + first + e, k / 8) + k % 8 * 2);
+            for (int h = 0; h < 2; h++) {
+                float& to = d[4 * j + 2 * h + e];
+                float sum = adds ? to : 0.0f;
+                for (int k = 0; k < 16; k++) sum += a[h][k] * column[k];
+                to = sum;
+            }
+        }
 }
 
 // ---- a launch ----

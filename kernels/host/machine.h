@@ -76,11 +76,36 @@ void mbarrier_landed(u32 at, u32 bytes, Cta& cta = *me().cta);
 const u32* warp_exchange(Op op, std::initializer_list<u32> in);
 static inline u32 warp_op(Op op, u32 x, u32 operand = 0, u32 width = 32) { return warp_exchange(op, {x, operand, width})[0]; }
 
+// Four words of each of the lane's quad.
+void quad_words(const u32 (&mine)[4], u32 (&all)[4][4]);
+
 static inline float half_number(u32 h) {
     u32 magnitude = h & 0x7fff, sign = (h & 0x8000) << 16;
     if (magnitude < 0x400) return same_bits<float>(sign | same_bits<u32>((float)magnitude * 0x1p-24f));
     return same_bits<float>(sign | (magnitude >= 0x7c00 ? 0x7f800000 | magnitude << 13 : (magnitude << 13) + 0x38000000));
 }
+
+// A matrix of a warpgroup's product in shared memory, as wgmma.cuh describes it: the address in 24 bits, then the distances in 18, then log2 of a swizzle's chunks.
+struct Matrices {
+    u32 at, along, across, swizzle;
+
+    Matrices(u64 of) : at(of & 0xffffff), along(of >> 24 & 0x3ffff), across(of >> 42 & 0x3ffff), swizzle(16 << (of >> 60)) {}
+    // The bytes at an address without swizzle.
+    const u8* bytes(u32 address) const { return me().cta->shared + (swizzle == 16 ? address : address ^ (address >> 7 & (swizzle / 16 - 1)) << 4); }
+    // Row `row` of the `half`-th matrix along the depth, counted over the matrices across.
+    const u8* row(int row, int half) const {
+        if (swizzle != 16) return bytes(at + row / 8 * across + row % 8 * swizzle + half * 16);
+        return bytes(at + half * along + row / 8 * across + row % 8 * 16);
+    }
+    // Columns from `column` on, a multiple of eight, of 16-bit elements at depth k, where they lie side by side.
+    const u8* columns(int column, int k) const {
+        if (swizzle != 16) return bytes(at + column / (swizzle / 2) * along + k / 8 * across + k % 8 * swizzle + column % (swizzle / 2) * 2);
+        return row(column + k % 8, k / 8);
+    }
+};
+// Products of a lane's two rows with the columns of b that are its own, 32 bytes deep, or 16 floats: d[4j + 2h + e] is that of row h and column 8j + 2·(lane%4) + e.
+void multiply_bytes(int* d, int count, const u8 (&rows)[2][32], bool rows_signed, const Matrices& b, bool b_signed, bool adds);
+void multiply_floats(float* d, int count, const u16 (&rows)[2][16], bool are_bf16, const Matrices& b, bool b_turned, bool adds);
 
 // Runs `count` CTAs of `threads` threads each, from CTA `first` of the grid on. Returns null or an error.
 const char* launch(void (*kernel)(), Index grid, u32 first, u32 count, u32 threads, u32 shared_bytes);
