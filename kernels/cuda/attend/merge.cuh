@@ -111,19 +111,26 @@ struct Epilogue {
         if (dtype == Dtype::F32) write(Dtype::F32);  // decided once: for short items that counts
         else write(dtype);
     }
-    // The same of a state in shared memory.
-    template <int LANES> METHOD void write_state(u32 state, int lane) const {
-        constexpr int N = (ROW_VECTORS + LANES - 1) / LANES;
+    // The same of a state's vectors.
+    template <int LANES, int N> METHOD void write_vectors(const float4 (&o)[N], int lane) const {
         float x[N][4];
 #pragma unroll
         for (int k = 0; k < N; k++) {
-            float4 o = of(lds128(state + 16 * min(lane + k * LANES, ROW_VECTORS - 1)));
-            x[k][0] = o.x;
-            x[k][1] = o.y;
-            x[k][2] = o.z;
-            x[k][3] = o.w;
+            const float4 y = of(o[k]);
+            x[k][0] = y.x;
+            x[k][1] = y.y;
+            x[k][2] = y.z;
+            x[k][3] = y.w;
         }
         write_row<LANES>(x, lane);
+    }
+    // The same of a state in shared memory.
+    template <int LANES> METHOD void write_state(u32 state, int lane) const {
+        constexpr int N = (ROW_VECTORS + LANES - 1) / LANES;
+        float4 o[N];
+#pragma unroll
+        for (int k = 0; k < N; k++) o[k] = lds128(state + 16 * min(lane + k * LANES, ROW_VECTORS - 1));
+        write_vectors<LANES>(o, lane);
     }
     // Turns back a row that lies in shared memory, a word to each lane and 32 dims apart, and writes those 32 dims whose number is `first`,
     // first + step, …; several warps may share the row.

@@ -92,15 +92,7 @@ template <class Vector, int LANES, Level LEVEL> static __device__ __noinline__ v
                         w = segment_factors(mine.x, top);
                         of_segment = running_factors(top, top, SPAN, SPAN, MINUS_INFINITY);
                     } else {
-#pragma unroll
-                        for (int i = 1; i < RUN; i *= 2) {
-                            float other = __shfl_up_sync(~0u, top, i, LANES);
-                            if (lane % RUN >= i) top = fmaxf(top, other);
-                        }
-                        if (LEVEL == SPAN_STATES) top = fmaxf(top, m);
-                        float before = __shfl_up_sync(~0u, top, 1, LANES);
-                        if (lane % RUN == 0) before = LEVEL == SPAN_STATES ? m : MINUS_INFINITY;
-                        w = merge_factors(before, mine.x, top);
+                        w = running_factors(mine.x, top, 1, RUN, LEVEL == SPAN_STATES ? m : MINUS_INFINITY);
                     }
                 }
 #pragma unroll
@@ -148,16 +140,7 @@ template <class Vector, int LANES, Level LEVEL> static __device__ __noinline__ v
             for (int k = 0; k < CHUNK; k++)
                 if (at + k * LANES < to) sts32(partials.rotated + (at + k * LANES) * 4, float_bits(epilogue.of(o[k])));
         } else if constexpr (Values::IS_ROTATED) {
-            float x[CHUNK][4];
-#pragma unroll
-            for (int k = 0; k < CHUNK; k++) {
-                float4 y = epilogue.of(o[k]);
-                x[k][0] = y.x;
-                x[k][1] = y.y;
-                x[k][2] = y.z;
-                x[k][3] = y.w;
-            }
-            epilogue.write_row<LANES>(x, lane);
+            epilogue.write_vectors<LANES>(o, lane);
         } else {
 #pragma unroll
             for (int k = 0; k < CHUNK; k++)

@@ -55,16 +55,7 @@ extern "C" __global__ void __launch_bounds__(32 * ROWS_OF_CTA) attn_merge_spans(
                          p.sinks ? p.sinks[head] : MINUS_INFINITY,
                          p.dtype};
     epilogue.begin(m, l, lane == 0);
-    float x[VECTORS][4];
-#pragma unroll
-    for (int k = 0; k < VECTORS; k++) {
-        const float4 y = epilogue.of(o[k]);
-        x[k][0] = y.x;
-        x[k][1] = y.y;
-        x[k][2] = y.z;
-        x[k][3] = y.w;
-    }
-    epilogue.write_row<32>(x, lane);
+    epilogue.write_vectors<32>(o, lane);
 }
 
 }  // namespace attn

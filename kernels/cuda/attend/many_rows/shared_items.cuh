@@ -35,19 +35,12 @@ struct SharedItemMerge {
 #pragma unroll 1
         for (int base = first; base < item.num_partials; base += 32) {
             const float2 mine = base + lane < item.num_partials ? __ldcg(sums + (u64)(base + lane) * Config::ROWS) : make_float2(MINUS_INFINITY, 0.0f);
-            float top = mine.x;
-#pragma unroll
-            for (int i = 1; i < 32; i *= 2) {
-                const float other = __shfl_up_sync(~0u, top, i);
-                if (lane >= i) top = fmaxf(top, other);
-            }
-            top = fmaxf(top, m);
-            const float before = __shfl_up_sync(~0u, top, 1);
-            const Factors w = merge_factors(lane == 0 ? m : before, mine.x, top);
+            float top;
+            const Factors w = running_factors(mine.x, top, 1, 32, m);
             const int count = min(32, item.num_partials - base);
 #pragma unroll 4
             for (int i = 0; i < count; i++) {
-                const Factors here = {__shfl_sync(~0u, w.alpha, i), __shfl_sync(~0u, w.beta, i)};
+                const Factors here = factors_at(w, i);
                 merge(l, __shfl_sync(~0u, mine.y, i), here, false);
                 const float4* state = states + (u64)(base + i) * (Config::ROWS * ROW_VECTORS);
 #pragma unroll
@@ -57,13 +50,7 @@ struct SharedItemMerge {
         }
         Epilogue epilogue = Epilogue::at(p, item, row);
         epilogue.begin(m, l, lane == 0);
-        float x[N][4];
-#pragma unroll
-        for (int k = 0; k < N; k++) {
-            const float4 y = epilogue.of(o[k]);
-            x[k][0] = y.x, x[k][1] = y.y, x[k][2] = y.z, x[k][3] = y.w;
-        }
-        epilogue.write_row<32>(x, lane);
+        epilogue.write_vectors<32>(o, lane);
     }
     // Merges these slices of an item whose partials have all arrived, a row by each warp.
     METHOD void merge_rows(const WorkItem& item, int first, u32 slices) const {

@@ -30,13 +30,7 @@ struct WideAttender : WideTiles {
             uint2 sums = lds64(span_memory(SpanMemory::ROWS) + row * 8);
             Epilogue epilogue = Epilogue::at(p, range.item(), row);
             epilogue.begin(bits_float(sums.x), bits_float(sums.y), lane == 0);
-            float x[N][4];
-#pragma unroll
-            for (int k = 0; k < N; k++) {
-                float4 y = epilogue.of(o[k]);
-                x[k][0] = y.x, x[k][1] = y.y, x[k][2] = y.z, x[k][3] = y.w;
-            }
-            epilogue.write_row<32>(x, lane);
+            epilogue.write_vectors<32>(o, lane);
         }
     }
     // Attends spans of a work item, whose rows are loaded. Of whole work items writes the rows and returns false; else leaves every span's state as a partial and
