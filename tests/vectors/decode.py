@@ -127,9 +127,19 @@ def factor_of_v(case, t):
     return pow2(-(of_tile * (t // TILE % 2) + of_token * (t % 4)))
 
 
-def bias_of_k(case, d):
-    """What a case adds to dim d of every row of K."""
-    return F((d * 29 + 3) % 17 - 8, 8) * case["bias"] if case["bias"] else F(0)
+def bias_of_k(bias, d):
+    """What a case with this bias adds to dim d of every row of K."""
+    return F((d * 29 + 3) % 17 - 8, 8) * bias
+
+
+@cache
+def row(side, t, dim, factor, bias, rotated):
+    """A row of K or V as it comes to its centre or its quantizer."""
+    x = [value(side, 0, t, d) * factor for d in range(dim)]
+    if bias:
+        x = [f32(v + bias_of_k(bias, d)) for d, v in enumerate(x)]
+    # Larger inputs are refused.
+    return rotate_stored([min(v, pow2(100)) for v in x]) if rotated else x
 
 
 def to_bf16(x):
@@ -148,6 +158,8 @@ def to_bf16(x):
 class Side:
     """K or V of one head: codes and (scale, shift) per group of each token, by the quantizers of make.py."""
 
+    tokens = {}  # of rows without a centre, which many cases have alike
+
     def __init__(self, scheme, side, case, dim, tensor_scale):
         self.scheme, self.dim, self.block, self.tensor_scale = scheme, dim, block_of(dim), tensor_scale
         self.rotated = scheme in ("int8", "int4", "int4-r2", "int4-w0", "int4-w4")
@@ -161,16 +173,20 @@ class Side:
         self.codes, self.params, self.centres = [], [], []
         self.is_centred = bool(case["centres"]) and not side
         for t in range(case["kv_len"]):
-            x = [value(side, 0, t, d) * (factor_of_v(case, t) if side else 1) for d in range(dim)]
-            if not side and case["bias"]:
-                x = [f32(v + bias_of_k(case, d)) for d, v in enumerate(x)]
-            if self.rotated:  # larger inputs are refused
-                x = rotate_stored([min(v, pow2(100)) for v in x])
+            of_row = (side, t, dim, factor_of_v(case, t) if side else 1, 0 if side else case["bias"], self.rotated)
             if self.is_centred:
-                x = self.without_centre(t, x)
-            codes, params = self.token(x)
+                codes, params = self.token(self.without_centre(t, row(*of_row)))
+            else:
+                codes, params = self.token_of(of_row)
             self.codes.append(codes)
             self.params.append(params)
+
+    def token_of(self, of_row):
+        """Codes and parameters of a row without a centre."""
+        key = (of_row, self.scheme, self.groups, len(self.parts), self.tensor_scale)
+        if key not in self.tokens:
+            self.tokens[key] = self.token(row(*of_row))
+        return self.tokens[key]
 
     def values(self, dim):
         """V of latents: the first elements of K, as they are stored."""
