@@ -189,8 +189,8 @@ impl Shape {
                     && matches!(v_dim, 96 | 128 | 160 | 192 | 256 | 320 | 512),
                 k == v,
                 match k {
-                    Scheme::Fp8E4m3 => 1,
                     _ if copies && self.format.latents && k_dim >= v_dim + arithmetic::TILE => 2,
+                    Scheme::Fp8E4m3 => 1,
                     _ => k_parts,
                 },
             ),

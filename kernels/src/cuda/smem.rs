@@ -134,7 +134,8 @@ pub fn shared_bytes(
             team_bytes(config, &stage, head_dim.v)
         }
         Kernel::ManyRows | Kernel::ManyRowsWhole if has_wide_rows(format, head_dim) => {
-            wide_rows_bytes(config, &stage, format, head_dim)
+            let widens_pages = widens_pages(format, head_dim, shared_limit);
+            wide_rows_bytes(config, &stage, format, head_dim, widens_pages)
         }
         Kernel::ManyRows | Kernel::ManyRowsWhole => {
             many_rows_bytes(config, &stage, head_dim.max(), shared_limit)
@@ -160,7 +161,14 @@ pub(crate) fn wide_parts(format: KvFormat, head_dim: HeadDim) -> [usize; 2] {
     }
 }
 
-/// The stages of fp8 as f16 that a CTA with wide rows has, and the bytes of each.
+/// Whether latents of fp8 are turned into f16 on their way from pages (`WIDENS_PAGES`), so that stages are of f16.
+pub(crate) fn widens_pages(format: KvFormat, head_dim: HeadDim, shared_limit: usize) -> bool {
+    let has_room_for_weights = head_dim.k >= head_dim.v + arithmetic::TILE;
+    let is_wide = has_wide_rows(format, head_dim) && format.latents;
+    is_wide && format.k == Scheme::Fp8E4m3 && has_room_for_weights && shared_limit >= BULK_SHARED
+}
+
+/// The stages of fp8 as f16 that a CTA with wide rows has beside those of codes, and the bytes of each.
 fn wide_unpacked(format: KvFormat, head_dim: HeadDim) -> [usize; 2] {
     if format.k != Scheme::Fp8E4m3 {
         return [0, 0];
@@ -178,9 +186,14 @@ fn wide_rows_bytes(
     stage: &Stage,
     format: KvFormat,
     head_dim: HeadDim,
+    widens_pages: bool,
 ) -> usize {
     let k_dim = head_dim.k;
-    let [unpacked, unpacked_bytes] = wide_unpacked(format, head_dim);
+    let [beside, unpacked_bytes] = wide_unpacked(format, head_dim);
+    let (codes, unpacked) = match widens_pages {
+        true => (0, config.stages),
+        false => (stage.wide, beside),
+    };
     let (tile, rows) = (arithmetic::TILE, config.rows());
     let tiles = arithmetic::SEGMENT * arithmetic::SPAN;
     let (query, of_integers) = match format.is_integer() {
@@ -190,7 +203,7 @@ fn wide_rows_bytes(
         }
         false => (k_dim * 2, 0),
     };
-    config.stages * (stage.wide + stage.wide_barriers)
+    config.stages * (codes + stage.wide_barriers)
         + unpacked * (unpacked_bytes + 16)
         + rows * query
         + of_integers

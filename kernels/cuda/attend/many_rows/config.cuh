@@ -23,6 +23,7 @@ struct ManyRowsConfig : KernelDefaults {
     static constexpr int K_PARTS = !IS_WIDE ? 1 : INTEGER ? (K_DIM > 320 ? 2 : 1) : !LATENTS && K_DIM > 256 ? 2 : 1;
     static constexpr int V_PARTS = INTEGER && IS_WIDE && V_DIM > 256 ? 2 : 1, V_STAGES = INTEGER || !IS_WIDE ? V_PARTS : LATENTS ? 0 : WARPGROUPS;
     static constexpr int PART_DIMS = V_DIM / V_PARTS / (IS_WIDE ? WARPGROUPS : 1);  // dims of V that a warpgroup has at once
+    static constexpr bool HAS_ROOM_FOR_WEIGHTS = ATTN_BULK && K_DIM - V_DIM >= TILE;  // in a tile of latents: its rotary keys', once they are read
     static constexpr int PRODUCERS = ATTN_PRODUCERS;  // warpgroups that copy tiles and unpack codes
     static constexpr int THREADS = 128 * (PRODUCERS + WARPGROUPS);
     static constexpr int MERGE_THREADS = 128 * TEAM_WARPGROUPS;  // threads that merge a work item's partials
@@ -40,15 +41,20 @@ struct ManyRowsConfig : KernelDefaults {
     // than that of 4 bits are copied: products read both from one ring.
     static constexpr bool UNPACKS = Keys::HAS_NIBBLES || Values::HAS_NIBBLES || Keys::SCHEME == FP8;
     static_assert(!UNPACKS || INTEGER || Keys::SCHEME == Values::SCHEME, "of both sides, or of none");
+    // Whether the warps that turn fp8 into f16 read it from pages: latents in pairs of tiles as f16 leave no room for stages of codes.
+    static constexpr bool WIDENS_PAGES = IS_WIDE && LATENTS && Keys::SCHEME == FP8 && HAS_ROOM_FOR_WEIGHTS;
     // Whether a warp of the team copies and does nothing else: tiles would wait to be unpacked behind the copies of a new work item's, which are many at once. A team with
     // two warps needs both.
-    static constexpr bool COPIES_APART = 4 * PRODUCERS / TEAMS > 2;
+    static constexpr bool COPIES_APART = 4 * PRODUCERS / TEAMS > 2 && !WIDENS_PAGES;
     static constexpr int UNPACKERS = 4 * PRODUCERS / TEAMS - COPIES_APART;  // warps of a team
     static constexpr int READERS = UNPACKS ? UNPACKERS : 4 * TEAM_WARPGROUPS;  // warps that read a stage
     static constexpr bool COPIER_READS = false;
     static constexpr bool PRODUCTS_READ_STAGES = !UNPACKS;
     // Of wide rows a stage has a part; latents of many dims leave room for one tile.
-    static constexpr int UNPACKED_STAGES = !UNPACKS ? 0 : IS_WIDE ? (LATENTS && K_DIM > 320 ? 1 : 3) : (INTEGER ? (ATTN_BULK ? 10 : 4) : 8) / TEAMS;
+    static constexpr int UNPACKED_STAGES = !UNPACKS       ? 0
+                                           : WIDENS_PAGES ? STAGES
+                                           : IS_WIDE      ? (LATENTS && K_DIM > 320 ? 1 : 3)
+                                                          : (INTEGER ? (ATTN_BULK ? 10 : 4) : 8) / TEAMS;
     static constexpr int UNPACKED_PARAMS = TILE * K_DIM * (INTEGER ? 1 : 2);  // where parameters begin in an unpacked stage
     static constexpr int UNPACKED_BYTES =
         IS_WIDE ? TILE * 2 * larger(K_DIM / K_PARTS, LATENTS ? 0 : PART_DIMS) : UNPACKED_PARAMS + (INTEGER ? TILE * 8 : 0);  // of an unpacked stage
@@ -63,7 +69,7 @@ struct ManyRowsConfig : KernelDefaults {
     static constexpr int ROW_BUFFERS = LOADS_AHEAD ? 2 : 1;  // of a warpgroup's query rows
 
     // Whether the warpgroups of a team take tiles of wide floats in pairs (many_rows/paired_floats.cuh): of latents, which leave room for weights.
-    static constexpr bool HAS_PAIRS = !INTEGER && IS_WIDE && LATENTS && !UNPACKS && ATTN_BULK && K_DIM - V_DIM >= TILE;
+    static constexpr bool HAS_PAIRS = !INTEGER && IS_WIDE && LATENTS && HAS_ROOM_FOR_WEIGHTS;
 
     // Index of this thread among those that merge together.
     static METHOD int merge_thread() { return (threadIdx.x - 128 * PRODUCERS) % MERGE_THREADS; }

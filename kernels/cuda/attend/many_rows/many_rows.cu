@@ -5,7 +5,7 @@
 // Split     work items, (query block, KV head): where there are enough to balance, teams take whole ones from a queue, else ranges of spans
 //           (many_rows/work.cuh).
 // Pipeline  each team has a ring of stages, which its producer warp fills (pipeline.cuh). Products read keys and values from there; codes of 4 bits
-//           are turned into bytes first, and those of fp8 into f16, by the warps of the producers, in a ring of their own.
+//           are turned into bytes first, and those of fp8 into f16, by the warps of the producers, in a ring of their own; latents of fp8 on their way from pages.
 // Rows      where work items are whole, floats' are loaded by producers' warps, an item ahead (many_rows/row_loader.cuh).
 // Merge     a segment's state is in registers, a span's in shared memory, the row's in the workspace: each thread has its own elements. Floats have no
 //           segments or spans: a team's tiles of a work item are summed in registers. A work item that several teams share is merged in the workspace
@@ -30,7 +30,11 @@ static_assert(Config::IS_WIDE || (Config::PRODUCTS_READ_STAGES && !INTEGER ? K_D
 // Of each thread. Turning codes into f16 takes more registers than attending floats leaves unused; those that attend have what is left.
 constexpr int START_REGISTERS = 65536 / Config::THREADS / 8 * 8;
 constexpr bool WIDENS = Config::UNPACKS && !INTEGER && !Config::IS_WIDE;
-constexpr int PRODUCER_REGISTERS = WIDENS ? (Config::PRODUCERS > 1 ? 80 : 104) : Config::UNPACKS || Config::LOADS_AHEAD ? 56 : Config::WARPGROUPS > 2 ? 32 : 40;
+constexpr int PRODUCER_REGISTERS = Config::WIDENS_PAGES                     ? 88
+                                   : WIDENS                                 ? (Config::PRODUCERS > 1 ? 80 : 104)
+                                   : Config::UNPACKS || Config::LOADS_AHEAD ? 56
+                                   : Config::WARPGROUPS > 2                 ? 32
+                                                                            : 40;
 constexpr int ATTENDER_REGISTERS = ((Config::PRODUCERS + Config::WARPGROUPS) * START_REGISTERS - Config::PRODUCERS * PRODUCER_REGISTERS) / Config::WARPGROUPS / 8 * 8;
 
 template <bool IS_WIDE_INTEGER> struct AttenderOf {

@@ -419,11 +419,95 @@ struct Widener {
     }
 };
 
+// The widener-th of the warps that turn fp8 into f16 on its way from pages. A lane has a token, and loads some rows of 16 codes ahead of those that it turns.
+struct PageWidener : PartCopier {
+    static constexpr int STEP = 32 * Config::UNPACKERS / TILE, ROWS = K_DIM / 16 / STEP, AT_ONCE = 5, BATCHES = (ROWS + AT_ONCE - 1) / AT_ONCE;
+    static_assert(!Config::WIDENS_PAGES || (ROWS * STEP * 16 == K_DIM && BATCHES % 2 == 0),
+                  "all lanes have as many rows, and the next tile's first ones a place");
+    UnpackedRing unpacked;
+    int widener;
+    float4 codes[2][AT_ONCE];
+
+    METHOD int thread() const { return widener * 32 + lane; }
+    METHOD int token() const { return thread() % TILE; }
+    // The lane's first row of the tile.
+    METHOD const u8* first_row(const DecodeParams& p, int first_tile) const {
+        const int at = entry_at(tile) - entry_at(first_tile) + (PageTable::ENTRIES > 1 ? token() / PIECE : 0);
+        u32 page = __shfl_sync(~0u, of_span[0], at & 31);
+        if (ENTRIES > 32) {
+            const u32 second = __shfl_sync(~0u, of_span[1], at & 31);
+            if (at >= 32) page = second;
+        }
+        return run(p, page) + (in_page() + token() % PIECE + thread() / TILE * PAGE) * 16;
+    }
+    // Fetches the tile into L2: pages that it has, or its rows of panels. `first`: the lane's first row.
+    METHOD void prefetch(const u8* first) const {
+        if (PAGE <= TILE && thread() < TILE && token() % PIECE == 0) prefetch_bulk(first, K_DIM * PAGE);
+        if (PAGE > TILE && thread() < K_DIM / 16) prefetch_bulk(first + ((thread() - thread() / TILE) * PAGE - token()) * 16, TILE * 16);
+    }
+    METHOD void load(const u8* from, int batch) {
+#pragma unroll
+        for (int n = 0; n < AT_ONCE; n++)
+            if (batch * AT_ONCE + n < ROWS) codes[batch % 2][n] = __ldcg((const float4*)(from + (batch * AT_ONCE + n) * STEP * PAGE * 16));
+    }
+    METHOD void widen(u32 to, int batch) const {
+#pragma unroll
+        for (int n = 0; n < AT_ONCE; n++)
+            if (batch * AT_ONCE + n < ROWS)
+                CodeRow<CodesOf::ROWS_IN_ORDER, true>{}.widen(codes[batch % 2][n], to + ((thread() / TILE + (batch * AT_ONCE + n) * STEP) * 2 * TILE + token()) * 16);
+    }
+    METHOD void widen_all(const DecodeParams& p, Scheduler scheduler) {
+        WorkRange& range = source.range;
+        const auto begin = [&] {
+            runs = p.k + range.kv_head * Run::BYTES;
+            appended = first_appended_tile(p, range.kv_len);
+            if (widener == 0) prefetch_queries(p, range, lane);
+        };
+        const auto tiles = [&](int first_tile, int end_tile) {
+            load_span(p, first_tile);
+            if (end_tile > appended) {
+                wait_for_dependencies();
+                appended = 0x7fffffff;
+            }
+            tile = first_tile;
+            const u8* from = first_row(p, first_tile);
+            load(from, 0);
+#pragma unroll 1
+            for (; tile < end_tile;) {
+                tile++;
+                const u8* next = from;
+                if (tile < end_tile) {
+                    next = first_row(p, first_tile);
+                    prefetch(next);
+                }
+                const u32 to = unpacked.wait_empty();
+#pragma unroll
+                for (int batch = 0; batch < BATCHES; batch++) {
+                    if (batch + 1 < BATCHES) load(from, batch + 1);
+                    else if (tile < end_tile) load(next, 0);
+                    widen(to, batch);
+                }
+                unpacked.publish(lane);
+                unpacked.advance();
+                from = next;
+            }
+        };
+        each_part(p, scheduler, range, lane, begin, tiles, [](int, int, int) {});
+    }
+};
+
 // The producer-th of a team's warps.
 DEVICE void produce(const DecodeParams& p, const RowMaps* maps, const Scheduler& scheduler, const Ring& ring, const UnpackedRing& unpacked, int producer, int lane) {
     const bool copies = producer == 0;
     const int unpacker = producer - Config::COPIES_APART;
     if constexpr (Config::IS_WIDE) {
+        if constexpr (Config::WIDENS_PAGES) {
+            PageWidener widener;
+            widener.lane = lane;
+            widener.widener = producer;
+            widener.unpacked = unpacked;
+            return widener.widen_all(p, scheduler);
+        }
         PartCopier copier;
         copier.ring = ring;
         copier.lane = lane;

@@ -30,7 +30,7 @@ struct SharedMemory {
     // clang-format off: a table
     enum : int {
         STAGES_AT = 0,                                                                              // u8 [TEAMS][STAGES][Stage::BYTES]
-        UNPACKED_AT = STAGES_AT + Config::TEAMS * Config::STAGES * Stage::BYTES,                    // u8 [TEAMS][UNPACKED_STAGES][UNPACKED_BYTES]
+        UNPACKED_AT = STAGES_AT + (Config::WIDENS_PAGES ? 0 : Config::TEAMS * Config::STAGES * Stage::BYTES),  // u8 [TEAMS][UNPACKED_STAGES][UNPACKED_BYTES]
         QUERIES = UNPACKED_AT + Config::TEAMS * Config::UNPACKED_STAGES * Config::UNPACKED_BYTES,   // [WARPGROUPS][ROW_BUFFERS][panels of 16 bytes][64 rows]: s8, or the first parts of floats
         STATES = QUERIES + ROW_SETS * QUERY_BYTES,                                                  // of integers: float4 [WARPGROUPS][V_DIM / 8][128 threads]: O of a span; wide: SpanMemory
         THRESHOLDS = STATES + (Config::IS_WIDE ? STATE_BYTES : INTEGER ? Config::WARPGROUPS * 64 * V_DIM * 4 : 0),  // of integers: float [TILE]

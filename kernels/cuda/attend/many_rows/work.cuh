@@ -145,8 +145,9 @@ static_assert(sizeof(SpanRangeScheduler) <= SCHEDULER_BYTES, "many_rows/shared_m
 // Gives a team whole work items: the first by the team's number, each further one by a counter of the launch in the workspace. One thread
 // reserves an item when the team begins with the one before, and publishes it to all warps of the team in a slot of shared memory.
 struct ItemQueueScheduler {
-    // Warps; the one that copies and unpacks reads twice.
-    static constexpr int READERS = (Config::UNPACKS ? Config::UNPACKERS + 1 : 1 + Config::TURNERS) + (Config::LOADS_AHEAD ? 1 : 4) * Config::TEAM_WARPGROUPS;
+    // Warps; one that copies and unpacks reads twice.
+    static constexpr int READERS =
+        (Config::UNPACKS ? Config::UNPACKERS + !Config::WIDENS_PAGES : 1 + Config::TURNERS) + (Config::LOADS_AHEAD ? 1 : 4) * Config::TEAM_WARPGROUPS;
 
     u32 slots;  // shared address: u64 full[QUEUE_SLOTS], empty[QUEUE_SLOTS]; u32 items[QUEUE_SLOTS]
     u32 blocks;  // query blocks that have tokens

@@ -182,7 +182,15 @@ pub(super) fn wide_rows() -> Vec<Case> {
         (32, [12, 1], same(128), &[130; 40], &[1; 40], "int8-latents"),
         // Floats of more than 256 dims: latents, both sides apart, unlike ones, whole work items, spans in many teams, pages of every size, rows of other engines.
         (64, [16, 1], latents, &[1100, 70, 0], &[1; 3], FLOAT_LATENTS),
-        (128, [20, 1], latents, &[140, 64], &[4, 1], "f16-latents"),
+        (
+            128,
+            [20, 1],
+            latents,
+            &[140, 64],
+            &[4, 1],
+            "f16-latents,fp8-latents",
+        ),
+        (16, [12, 1], latents, &[1100, 70], &[2, 1], "fp8-latents"),
         (16, [12, 1], narrow, &[130; 40], &[1; 40], FLOAT_LATENTS),
         (64, [4, 1], same(512), &[1100, 70], &[20, 3], "bf16,fp8"),
         (32, [6, 2], latents, &[70, 130, 0], &[3, 1, 0], "bf16,fp8"),
