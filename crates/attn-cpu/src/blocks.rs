@@ -2,7 +2,7 @@
 
 use crate::{
     fetch::Fetch,
-    integer::{scores, scores_of_lanes, values, values_of_lanes},
+    integer::{scores, values, values_of_lanes},
     lanes::LaneCodes,
     query::{QueryRows, block_of},
     simd::{Dot, Simd},
@@ -112,13 +112,7 @@ impl<D: Dot> Products for Places<'_, D> {
     #[inline(always)]
     unsafe fn scores<const R: usize>(self, fetch: &mut Fetch, rows: &mut QueryRows, row: usize) {
         // SAFETY: the caller's contract.
-        unsafe {
-            if self.tile.k_nibbles {
-                scores::<D, R, true>(self.d, self.tile, fetch, rows, row);
-            } else {
-                scores::<D, R, false>(self.d, self.tile, fetch, rows, row);
-            }
-        }
+        unsafe { scores::<D, R>(self.d, self.tile, None, fetch, rows, row) };
     }
 
     #[inline(always)]
@@ -151,13 +145,7 @@ impl<D: Dot> Products for Lanes<'_, D> {
     unsafe fn scores<const R: usize>(self, fetch: &mut Fetch, rows: &mut QueryRows, row: usize) {
         let Lanes { d, tile, codes } = self;
         // SAFETY: the caller's contract.
-        unsafe {
-            if tile.k_nibbles {
-                scores_of_lanes::<D, R, true>(d, tile, codes, fetch, rows, row);
-            } else {
-                scores_of_lanes::<D, R, false>(d, tile, codes, fetch, rows, row);
-            }
-        }
+        unsafe { scores::<D, R>(d, tile, Some(codes), fetch, rows, row) };
     }
 
     #[inline(always)]

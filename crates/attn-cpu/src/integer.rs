@@ -5,5 +5,5 @@
 mod scores;
 mod values;
 
-pub(crate) use scores::{scores, scores_of_lanes};
+pub(crate) use scores::scores;
 pub(crate) use values::{values, values_of_lanes};

@@ -203,6 +203,35 @@ pub(crate) struct Operands {
     pub row: usize,
 }
 
+/// What a run of products of nibbles is added to: the sums before it, or nothing where a run's sums are narrower and are widened at its end.
+#[inline(always)]
+pub(crate) fn begin_run<D: Dot, const R: usize, const V: usize>(
+    d: D,
+    acc: &[[<D::S as Simd>::I; V]; R],
+) -> [[<D::S as Simd>::I; V]; R] {
+    match D::WIDENS {
+        true => [[d.simd().i_splat(0); V]; R],
+        false => *acc,
+    }
+}
+
+/// The sums behind a run, which began with [`begin_run`].
+#[inline(always)]
+pub(crate) fn end_run<D: Dot, const R: usize, const V: usize>(
+    d: D,
+    acc: &mut [[<D::S as Simd>::I; V]; R],
+    run: &[[<D::S as Simd>::I; V]; R],
+) {
+    for r in 0..R {
+        for j in 0..V {
+            acc[r][j] = match D::WIDENS {
+                true => d.widen(acc[r][j], run[r][j]),
+                false => run[r][j],
+            };
+        }
+    }
+}
+
 /// Products of `V` vectors of lanes, the first of them at `codes` and each of `parts` parts, with `R` rows, over the parts `from..to`: of K with
 /// queries or (`WEIGHTS`) of V with weights.
 ///
@@ -258,11 +287,7 @@ pub(crate) unsafe fn products<
     let run_parts = if WEIGHTS { 1 } else { D::RUN / 4 };
     let codes = codes.cast::<D::Nibbles>();
     for start in (from..to).step_by(run_parts) {
-        let mut run = if D::WIDENS {
-            [[s.i_splat(0); V]; R]
-        } else {
-            acc
-        };
+        let mut run = begin_run(d, &acc);
         for part in start..to.min(start + run_parts) {
             for i in 0..4 {
                 let mut lanes = [d.no_nibbles(); V];
@@ -283,15 +308,7 @@ pub(crate) unsafe fn products<
                 }
             }
         }
-        for r in 0..R {
-            for j in 0..V {
-                acc[r][j] = if D::WIDENS {
-                    d.widen(acc[r][j], run[r][j])
-                } else {
-                    run[r][j]
-                };
-            }
-        }
+        end_run(d, &mut acc, &run);
     }
     acc
 }

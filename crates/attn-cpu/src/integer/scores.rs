@@ -4,7 +4,7 @@ use attn_core::{arithmetic::TILE, format::MAX_GROUPS};
 
 use crate::{
     fetch::Fetch,
-    lanes::{LaneCodes, Operands, products, vector},
+    lanes::{LaneCodes, Operands, begin_run, end_run, products, vector},
     query::QueryRows,
     simd::{Dot, Simd},
     tile::Tile,
@@ -59,11 +59,7 @@ unsafe fn k_products<
         return acc;
     }
     for start in (from..to).step_by(D::RUN) {
-        let mut run = if D::WIDENS {
-            [[s.i_splat(0); V]; R]
-        } else {
-            acc
-        };
+        let mut run = begin_run(d, &acc);
         for part in start..to.min(start + D::RUN) {
             let mut codes = [d.no_nibbles(); V];
             for j in 0..V {
@@ -79,15 +75,7 @@ unsafe fn k_products<
                 }
             }
         }
-        for r in 0..R {
-            for j in 0..V {
-                acc[r][j] = if D::WIDENS {
-                    d.widen(acc[r][j], run[r][j])
-                } else {
-                    run[r][j]
-                };
-            }
-        }
+        end_run(d, &mut acc, &run);
     }
     acc
 }
@@ -127,29 +115,42 @@ unsafe fn k_sums<D: Dot, const R: usize, const NIBBLES: bool, const FIRST: usize
     sums
 }
 
-/// Section 4 for `R` rows from `row` on: scores of the tile's tokens before their multiplication by the row's step.
+/// Section 4 for `R` rows from `row` on: scores of the tile's tokens before their multiplication by the row's step; `codes`: the tile's where many rows have unpacked
+/// them.
 ///
 /// # Safety
 /// The tile's places are readable (see [`Tile`]), `rows` is prepared for its K.
 #[inline(always)]
-pub(crate) unsafe fn scores<D: Dot, const R: usize, const NIBBLES: bool>(
+pub(crate) unsafe fn scores<D: Dot, const R: usize>(
     d: D,
     tile: &Tile,
+    codes: Option<&LaneCodes>,
     fetch: &mut Fetch,
     rows: &mut QueryRows,
     row: usize,
 ) {
     // SAFETY: the caller's contract.
     unsafe {
-        if !NIBBLES && has_large_sums(d, tile) {
-            scores_in_place::<D, R, NIBBLES, true>(d, tile, fetch, rows, row);
-        } else {
-            scores_in_place::<D, R, NIBBLES, false>(d, tile, fetch, rows, row);
+        match (codes, tile.k_nibbles, has_large_sums(d, tile)) {
+            (None, true, _) => scores_in_place::<D, R, true, false>(d, tile, fetch, rows, row),
+            (None, false, false) => {
+                scores_in_place::<D, R, false, false>(d, tile, fetch, rows, row)
+            }
+            (None, false, true) => scores_in_place::<D, R, false, true>(d, tile, fetch, rows, row),
+            (Some(codes), true, _) => {
+                scores_unpacked::<D, R, true, false>(d, tile, codes, fetch, rows, row)
+            }
+            (Some(codes), false, false) => {
+                scores_unpacked::<D, R, false, false>(d, tile, codes, fetch, rows, row)
+            }
+            (Some(codes), false, true) => {
+                scores_unpacked::<D, R, false, true>(d, tile, codes, fetch, rows, row)
+            }
         }
     }
 }
 
-/// [`scores`], of groups whose sums are `LARGE` or not ([`has_large_sums`]).
+/// [`scores`] from codes of 4 bits (`NIBBLES`) or 8 where they lie, of groups whose sums are `LARGE` or not ([`has_large_sums`]).
 ///
 /// # Safety
 /// Those of [`scores`].
@@ -192,33 +193,10 @@ unsafe fn scores_in_place<D: Dot, const R: usize, const NIBBLES: bool, const LAR
     }
 }
 
-/// Scores of rows from codes that were unpacked for many rows.
+/// The same from codes that were unpacked for many rows.
 ///
 /// # Safety
 /// Those of [`scores`]; `codes` are the tile's.
-#[inline(always)]
-pub(crate) unsafe fn scores_of_lanes<D: Dot, const R: usize, const NIBBLES: bool>(
-    d: D,
-    tile: &Tile,
-    codes: &LaneCodes,
-    fetch: &mut Fetch,
-    rows: &mut QueryRows,
-    row: usize,
-) {
-    // SAFETY: the caller's contract.
-    unsafe {
-        if !NIBBLES && has_large_sums(d, tile) {
-            scores_unpacked::<D, R, NIBBLES, true>(d, tile, codes, fetch, rows, row);
-        } else {
-            scores_unpacked::<D, R, NIBBLES, false>(d, tile, codes, fetch, rows, row);
-        }
-    }
-}
-
-/// [`scores_of_lanes`], of groups whose sums are `LARGE` or not ([`has_large_sums`]).
-///
-/// # Safety
-/// Those of [`scores_of_lanes`].
 #[inline(always)]
 unsafe fn scores_unpacked<D: Dot, const R: usize, const NIBBLES: bool, const LARGE: bool>(
     d: D,
