@@ -13,6 +13,7 @@ struct KernelDefaults {
     static constexpr int K_PARTS = 1, V_PARTS = 1, V_STAGES = 1;
     static constexpr int TURNERS = 0;           // warps that turn latents into values, where they lie in a stage
     static constexpr int LEAST_BLOCK = 16;      // tokens that lie together in a stage, at least
+    static constexpr int SLICES = 8;            // in which CTAs that share a work item's merge claim its rows
     static constexpr int SHARED_PARTIALS = 12;  // of so many partials and more of a work item, several CTAs merge rows
     static constexpr int STATE_STRIDE = V_DIM + 4;  // floats of a state's row in shared memory; 4 keeps the rows that a warp stores at once in different banks
 

@@ -97,6 +97,11 @@ struct Epilogue {
         if (first && lse) *lse = some ? log_sum(m, l) : MINUS_INFINITY;
         scale = some ? rcp(l) * alpha : 1.0f;
     }
+    // That of another lane, to write its row.
+    METHOD Epilogue of_lane(int lane) const {
+        const u32 low = __shfl_sync(~0u, (u32)(u64)out, lane), high = __shfl_sync(~0u, (u32)((u64)out >> 32), lane);
+        return {(u8*)((u64)high << 32 | low), nullptr, __shfl_sync(~0u, scale, lane), __shfl_sync(~0u, tensor, lane), 0.0f, __shfl_sync(~0u, dtype, lane)};
+    }
     METHOD float4 of(const float4& o) const { return {o.x * scale * tensor, o.y * scale * tensor, o.z * scale * tensor, o.w * scale * tensor}; }
     METHOD float of(float o) const { return o * scale * tensor; }
     // Vectors lane, lane + LANES, … of a finished row, by LANES neighbouring threads; all threads of the warp call it together.

@@ -173,9 +173,9 @@ DEVICE void merge_all_rows(const DecodeParams& p, const WorkItem& item, int firs
 // Config::SHARED_PARTIALS or more, CTAs claim slices of rows to merge when they increment the arrival count, and wait for it to be complete; the
 // last arrival merges unclaimed slices. No CTA requires co-residency: after SPIN_LIMIT spins it withdraws its claims.
 
-constexpr int SLICES = 8, SLICE_ROWS = Config::ROWS / SLICES;
-constexpr u32 COUNT_MASK = 0xfff, ALL_SLICES = ~0u;
-constexpr int FIRST_SHIFT = 12, SLICES_SHIFT = 24;
+constexpr int SLICES = Config::SLICES, SLICE_ROWS = Config::ROWS / SLICES;
+constexpr u32 COUNT_MASK = 0xffff, ALL_SLICES = ~0u;
+constexpr int FIRST_SHIFT = 16, SLICES_SHIFT = 32;
 #ifndef ATTN_SPIN_LIMIT  // loads of the count before a CTA withdraws its claims; the emulation has fewer
 #define ATTN_SPIN_LIMIT 100
 #endif
@@ -183,25 +183,23 @@ constexpr int FIRST_SHIFT = 12, SLICES_SHIFT = 24;
 // A work item's arrival count: arrived partials; the first partial, set by the CTA that has the work item's first units; claimed slices.
 // It stays complete until all CTAs with claims have seen it.
 struct ArrivalCount {
-    u32 bits;
-    DEVICE u32 of(u32 partials, u32 first, u32 slices) { return partials | first << FIRST_SHIFT | slices << SLICES_SHIFT; }
-    METHOD u32 partials() const { return bits & COUNT_MASK; }
-    METHOD u32 first() const { return bits >> FIRST_SHIFT & 0xfff; }
-    METHOD u32 slices() const { return bits >> SLICES_SHIFT; }
+    u64 bits;
+    DEVICE u64 of(u32 partials, u32 first, u32 slices) { return partials | first << FIRST_SHIFT | (u64)slices << SLICES_SHIFT; }
+    METHOD u32 partials() const { return (u32)bits & COUNT_MASK; }
+    METHOD u32 first() const { return (u32)bits >> FIRST_SHIFT; }
+    METHOD u32 slices() const { return (u32)(bits >> SLICES_SHIFT); }
 };
 
+// So many slices from the first on.
+DEVICE u32 slices_before(u32 count) { return (u32)((1ull << count) - 1); }
 // The slices that have rows.
-DEVICE u32 slices_of(const DecodeParams& p, const WorkItem& item) { return (1 << (item.rows(p) + SLICE_ROWS - 1) / SLICE_ROWS) - 1; }
+DEVICE u32 slices_of(const DecodeParams& p, const WorkItem& item) { return slices_before((item.rows(p) + SLICE_ROWS - 1) / SLICE_ROWS); }
 // The slices for a CTA with partials from `from` to `end`.
 DEVICE u32 slices_for(const DecodeParams& p, const WorkItem& item, int from, int end) {
     if (item.num_partials < Config::SHARED_PARTIALS && item.level != TILE_VALUES) return 0;
-    u32 slices = 0;
-#pragma unroll
-    for (int slice = 0; slice < SLICES; slice++) {
-        int partial = slice * item.num_partials / SLICES;
-        slices |= partial >= from && partial < end ? 1 << slice : 0;
-    }
-    return slices & slices_of(p, item);
+    // Slice s goes with partial s * num_partials / SLICES.
+    const auto before = [&](int partial) { return slices_before((partial * SLICES + item.num_partials - 1) / item.num_partials); };
+    return before(end) & ~before(from) & slices_of(p, item);
 }
 
 // The outcome of an arrival.
@@ -211,13 +209,13 @@ struct Arrival {
 };
 
 // Called once a CTA with claims has seen the complete count; the last one clears it.
-DEVICE void clear_after_last(u32* count, u32 slices) {
+DEVICE void clear_after_last(u64* count, u32 slices) {
     ArrivalCount before = {count_release(count, 0 - ArrivalCount::of(0, 0, slices))};
     if (before.slices() == slices) *count = 0;
 }
 // One thread waits for the count to be complete. Returns 1 + the first partial, or 0 once the claims are withdrawn. The CTA that completes
 // the count sees the claims of that moment, and those can no longer be withdrawn.
-static __device__ __noinline__ u32 wait_for_partials(u32* count, u32 slices, u32 num_partials) {
+static __device__ __noinline__ u32 wait_for_partials(u64* count, u32 slices, u32 num_partials) {
     // Acquiring loads are slow, and should be: relaxed ones of 30 CTAs delay the counts themselves by 1 to 3 µs.
     ArrivalCount now;
     for (int look = 0; now.bits = load_acquire(count), now.partials() < num_partials; look++)
@@ -226,8 +224,8 @@ static __device__ __noinline__ u32 wait_for_partials(u32* count, u32 slices, u32
     return 1 + now.first();
 }
 // The outcome of adding `add` to a count of `before`.
-DEVICE Arrival on_arrival(const DecodeParams& p, const WorkItem& item, u32 before, u32 add) {
-    u32* at = p.counters + item.index(p);
+DEVICE Arrival on_arrival(const DecodeParams& p, const WorkItem& item, u64 before, u64 add) {
+    u64* at = p.counters + item.index(p);
     u32 num_partials = item.num_partials, mine = ArrivalCount{add}.slices(), others = ArrivalCount{before}.slices();
     ArrivalCount now = {before + add};
     if (now.partials() < num_partials) return {mine ? wait_for_partials(at, mine, num_partials) : 0, mine};

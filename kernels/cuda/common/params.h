@@ -51,7 +51,7 @@ struct DecodeParams {
     const QueryBlock* query_blocks;            // [batch], or null where sequence b has the query tokens from b · q_len on. Blocks without tokens come last.
     float* partial_o;                          // Workspace: O of the partials [partial][row][head_dim]. Zero between launches where low_latency.cu merges through global memory.
     float2* partial_max_sum;                   // Workspace: maximum and sum of the partials [partial][row]. Zero between launches as partial_o.
-    unsigned int* counters;                    // Workspace: arrival counts [query block][num_kv_heads][row_blocks], zero between launches.
+    unsigned long long* counters;              // Workspace: arrival counts [query block][num_kv_heads][row_blocks], zero between launches.
     unsigned long long row_states_at;          // many_rows.cu: where in partial_o the states of rows begin that a warpgroup attends, in floats.
     float log2_scale;                          // fl(softmax_scale · log2 e).
     float softcap_inner;                       // fl(2 / softcap), or 0 without a soft cap.

@@ -230,22 +230,22 @@ ATTN_REDUX(warp_max, int, "max.s32")
 ATTN_REDUX(warp_min, int, "min.s32")
 
 // Adds. What this CTA wrote before a barrier is visible to threads that see the count, and the other way round.
-DEVICE u32 count_release(u32* counter, u32 n) {
-    u32 before;
-    asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], %2;" : "=r"(before) : "l"(counter), "r"(n) : "memory");
+DEVICE u64 count_release(u64* counter, u64 n) {
+    u64 before;
+    asm volatile("atom.add.acq_rel.gpu.global.u64 %0, [%1], %2;" : "=l"(before) : "l"(counter), "l"(n) : "memory");
     return before;
 }
 // Adds, and orders nothing: what orders drops the SM's first cache.
-DEVICE u32 count_relaxed(u32* counter, u32 n) {
-    u32 before;
-    asm volatile("atom.add.relaxed.gpu.global.u32 %0, [%1], %2;" : "=r"(before) : "l"(counter), "r"(n) : "memory");
+DEVICE u64 count_relaxed(u64* counter, u64 n) {
+    u64 before;
+    asm volatile("atom.add.relaxed.gpu.global.u64 %0, [%1], %2;" : "=l"(before) : "l"(counter), "l"(n) : "memory");
     return before;
 }
 
 // Whether `old` was there, and now is `now`.
-DEVICE bool replace(u32* at, u32 old, u32 now) {
-    u32 before;
-    asm volatile("atom.relaxed.gpu.global.cas.b32 %0, [%1], %2, %3;" : "=r"(before) : "l"(at), "r"(old), "r"(now) : "memory");
+DEVICE bool replace(u64* at, u64 old, u64 now) {
+    u64 before;
+    asm volatile("atom.relaxed.gpu.global.cas.b64 %0, [%1], %2, %3;" : "=l"(before) : "l"(at), "l"(old), "l"(now) : "memory");
     return before == old;
 }
 
@@ -321,7 +321,7 @@ DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;
     }
 // Issued here, wherever the value is used.
 ATTN_LOAD(load_now, int, "r", "global.s32")
-ATTN_LOAD(load_acquire, u32, "r", "acquire.gpu.global.u32")
+ATTN_LOAD(load_acquire, u64, "l", "acquire.gpu.global.u64")
 // Loads what another CTA may have stored.
 ATTN_LOAD(load_relaxed, float, "f", "relaxed.gpu.global.f32")
 DEVICE float2 load_relaxed(const float2* at) {

@@ -119,15 +119,15 @@ DEVICE void pause() {
     dice = dice * 1664525 + 1013904223;
     for (u32 i = dice >> 28; i > 0; i--) yield();
 }
-DEVICE u32 count_release(u32* counter, u32 n) {
+DEVICE u64 count_release(u64* counter, u64 n) {
     pause();
-    u32 before = *counter;
+    u64 before = *counter;
     *counter += n;
     pause();
     return before;
 }
-DEVICE u32 count_relaxed(u32* counter, u32 n) { return count_release(counter, n); }
-DEVICE bool replace(u32* at, u32 old, u32 now) {
+DEVICE u64 count_relaxed(u64* counter, u64 n) { return count_release(counter, n); }
+DEVICE bool replace(u64* at, u64 old, u64 now) {
     pause();
     bool is_old = *at == old;
     if (is_old) *at = now;
@@ -138,9 +138,9 @@ DEVICE void replace_bits(u32* at, u32 kept, u32 x) {
     pause();
     *at |= x;
 }
-DEVICE u32 load_acquire(const u32* at) {
+DEVICE u64 load_acquire(const u64* at) {
     yield();
-    return *(volatile const u32*)at;
+    return *(volatile const u64*)at;
 }
 template <class T> static inline T load_relaxed(const T* at) { return *at; }
 DEVICE void backoff() { spin(); }

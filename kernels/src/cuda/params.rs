@@ -81,7 +81,7 @@ blocks! {
         /// Workspace: maximum and sum of the partials [partial][row]. Zero between launches as partial_o.
         partial_max_sum: u64 = "float2*",
         /// Workspace: arrival counts [query block][num_kv_heads][row_blocks], zero between launches.
-        counters: u64 = "unsigned int*",
+        counters: u64 = "unsigned long long*",
         /// many_rows.cu: where in partial_o the states of rows begin that a warpgroup attends, in floats.
         row_states_at: u64 = "unsigned long long",
         /// fl(softmax_scale · log2 e).

@@ -263,7 +263,7 @@ impl LaunchPlan {
             counters_bytes: if partials_are_zeroed || leaves_spans {
                 0
             } else {
-                aligned(&[per_launch, heads, launch.row_blocks, 4])?
+                aligned(&[per_launch, heads, launch.row_blocks, 8])?
             },
             max_sum_bytes: aligned(&[partials, config.rows(), 8])?,
             partial_o_bytes: aligned(&[partials, config.rows(), problem.head_dim.v, 4])?,

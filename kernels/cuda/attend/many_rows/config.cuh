@@ -28,6 +28,7 @@ struct ManyRowsConfig : KernelDefaults {
     static constexpr int THREADS = 128 * (PRODUCERS + WARPGROUPS);
     static constexpr int MERGE_THREADS = 128 * TEAM_WARPGROUPS;  // threads that merge a work item's partials
     static constexpr int LEAST_BLOCK = TILE;  // products read tiles as pages of 64 tokens have them
+    static constexpr int SLICES = 32;
     static constexpr int SHARED_PARTIALS = 2;
     static constexpr bool MAY_BE_DEQUANTIZED = Keys::SCHEME == F16 && PAGE == TILE;
     // Whether teams take whole work items: a launch without partials, as launch.rs says.

@@ -13,6 +13,81 @@ struct MergeClaims {
     int count;
 };
 
+// The partials of rows of a work item that a warp merges at once. Each row has a group of as many lanes, which find the factors of as many of its partials; then all lanes have
+// every 32nd vector of each row.
+struct ItemPartials {
+    static constexpr int VECTORS = (ROW_VECTORS + 31) / 32;           // of a row, of each lane
+    static constexpr int AT_ONCE = Config::THREADS > 384 ? 8 : 16;  // that a lane loads together, where registers suffice
+    const float4* states;
+    const float2* sums;
+    int first, end;  // `first` covers those before it
+    int row;         // of the lane's group
+
+    // As many vectors of a row as of several partials, or of several rows as of few partials, are on their way at once.
+    METHOD int log2_rows() const { return VECTORS > 1 || end - first > 16 ? 0 : end - first > 4 ? 1 : 2; }
+};
+// Few instructions: they arrive slowly where they run seldom.
+template <int R> DEVICE void merge_rows_of(const ItemPartials& partials, Epilogue& epilogue) {
+    constexpr int N = ItemPartials::VECTORS, LANES = 32 / R, AT_ONCE = ItemPartials::AT_ONCE / (R * (N < 3 ? N : 4));
+    static_assert(LANES % AT_ONCE == 0, "a batch has the factors of one look");
+    const int lane = lane_id();
+    float m = MINUS_INFINITY, l = 0.0f;
+    float2 mine;
+    Factors w;
+    float4 o[R][N];
+    int vectors[R];
+#pragma unroll
+    for (int r = 0; r < R; r++) {
+        vectors[r] = __shfl_sync(~0u, partials.row, r * LANES) * ROW_VECTORS;
+#pragma unroll
+        for (int k = 0; k < N; k++) o[r][k] = {0.0f, 0.0f, 0.0f, 0.0f};
+    }
+#pragma unroll 1
+    for (int base = partials.first; base < partials.end; base += AT_ONCE) {
+        const int count = min(AT_ONCE, partials.end - base), place = (base - partials.first) % LANES;
+        float4 x[AT_ONCE][R][N];
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; i++) {
+            const float4* of_partial = partials.states + (u64)(base + min(i, count - 1)) * (Config::ROWS * ROW_VECTORS);
+#pragma unroll
+            for (int r = 0; r < R; r++)
+#pragma unroll
+                for (int k = 0; k < N; k++) x[i][r][k] = __ldcg(of_partial + vectors[r] + min(lane + k * 32, ROW_VECTORS - 1));
+        }
+        if (place == 0) {
+            const int partial = base + lane % LANES;
+            mine = partial < partials.end ? __ldcg(partials.sums + (u64)partial * Config::ROWS + partials.row) : make_float2(MINUS_INFINITY, 0.0f);
+            float top;
+            w = running_factors(mine.x, top, 1, LANES, m);
+            m = __shfl_sync(~0u, top, lane | LANES - 1);
+        }
+        __syncwarp();  // ptxas would move loads to where they are needed
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; i++) {
+            if (i >= count) break;
+            const int of_group = lane / LANES * LANES + place + i;
+            merge(l, __shfl_sync(~0u, mine.y, of_group), factors_at(w, of_group), false);
+#pragma unroll
+            for (int r = 0; r < R; r++) {
+                const Factors here = factors_at(w, r * LANES + place + i);
+#pragma unroll
+                for (int k = 0; k < N; k++) merge(o[r][k], x[i][r][k], here, false);
+            }
+        }
+    }
+    epilogue.begin(m, l, lane % LANES == 0);
+#pragma unroll
+    for (int r = 0; r < R; r++) epilogue.of_lane(r * LANES).write_vectors<32>(o[r], lane);
+}
+// `epilogue`: that of the row of the lane's group. Not inlined: it is long and rare. Arguments by value: references would be reloaded from global memory.
+static __device__ __noinline__ void merge_item_rows(ItemPartials partials, Epilogue epilogue) {
+    switch (partials.log2_rows()) {
+    case 2: return merge_rows_of<(ItemPartials::VECTORS == 1 ? 4 : 1)>(partials, epilogue);
+    case 1: return merge_rows_of<(ItemPartials::VECTORS == 1 ? 2 : 1)>(partials, epilogue);
+    default: merge_rows_of<1>(partials, epilogue);
+    }
+}
+
 struct SharedItemMerge {
     const DecodeParams& p;
     Arrival* arrival;  // in shared memory
@@ -21,47 +96,31 @@ struct SharedItemMerge {
     METHOD void team_barrier() const { barrier_of<Config::MERGE_THREADS>(barrier); }
     METHOD bool is_first_thread() const { return Config::merge_thread() == 0; }
 
-    // A wide row, by a warp. Each lane finds the factors of a partial. Few instructions: they arrive slowly where they run seldom.
-    METHOD void merge_wide_row(const WorkItem& item, int first, int row) const {
-        constexpr int N = (ROW_VECTORS + 31) / 32;
-        const int lane = lane_id();
-        const u64 partial = item.index(p) * p.max_partials;
-        const float2* sums = p.partial_max_sum + partial * Config::ROWS + row;
-        const float4* states = (const float4*)(p.partial_o + (partial * Config::ROWS + row) * V_DIM);
-        float m = MINUS_INFINITY, l = 0.0f;
-        float4 o[N];
-#pragma unroll
-        for (int k = 0; k < N; k++) o[k] = {0.0f, 0.0f, 0.0f, 0.0f};
+    // The n-th of some slices.
+    DEVICE int nth_slice(u32 slices, int n) {
 #pragma unroll 1
-        for (int base = first; base < item.num_partials; base += 32) {
-            const float2 mine = base + lane < item.num_partials ? __ldcg(sums + (u64)(base + lane) * Config::ROWS) : make_float2(MINUS_INFINITY, 0.0f);
-            float top;
-            const Factors w = running_factors(mine.x, top, 1, 32, m);
-            const int count = min(32, item.num_partials - base);
-#pragma unroll 4
-            for (int i = 0; i < count; i++) {
-                const Factors here = factors_at(w, i);
-                merge(l, __shfl_sync(~0u, mine.y, i), here, false);
-                const float4* state = states + (u64)(base + i) * (Config::ROWS * ROW_VECTORS);
-#pragma unroll
-                for (int k = 0; k < N; k++) merge(o[k], __ldcg(state + min(lane + k * 32, ROW_VECTORS - 1)), here, false);
-            }
-            m = __shfl_sync(~0u, top, 31);
-        }
-        Epilogue epilogue = Epilogue::at(p, item, row);
-        epilogue.begin(m, l, lane == 0);
-        epilogue.write_vectors<32>(o, lane);
+        for (; n > 0; n--) slices &= slices - 1;
+        return __ffs(slices) - 1;
     }
-    // Merges these slices of an item whose partials have all arrived, a row by each warp.
+    // Merges these slices of an item whose partials have all arrived, some rows by each warp at once.
     METHOD void merge_rows(const WorkItem& item, int first, u32 slices) const {
-        int rows = item.rows(p);
+        constexpr int WARPS = Config::MERGE_THREADS / 32;
+        const u64 partial = item.index(p) * p.max_partials * Config::ROWS;
+        ItemPartials partials = {(const float4*)p.partial_o + partial * ROW_VECTORS, p.partial_max_sum + partial, first, item.num_partials, 0};
+        const int shift = partials.log2_rows(), rows = item.rows(p), end = __popc(slices) * SLICE_ROWS, group = (int)lane_id() >> 5 - shift;
 #pragma unroll 1
-        for (int row = Config::merge_thread() / 32; row < rows; row += Config::MERGE_THREADS / 32) {
-            if (!(slices >> row / SLICE_ROWS & 1)) continue;
-            if constexpr (Config::IS_WIDE) merge_wide_row(item, first, row);
-            else merge_row<float4, 32>(p, item, first, row, 0, 0, ROW_VECTORS);
+        for (int n = Config::merge_thread() / 32; n < end; n += WARPS << shift) {
+            const int mine = n + group * WARPS, row = nth_slice(slices, min(mine, end - 1) / SLICE_ROWS) * SLICE_ROWS + mine % SLICE_ROWS;
+            Epilogue epilogue = {};
+            partials.row = 0;
+            if (mine < end && row < rows) {
+                epilogue = Epilogue::at(p, item, row);
+                partials.row = row;
+            }
+            if (__any_sync(~0u, epilogue.out != nullptr)) merge_item_rows(partials, epilogue);
         }
     }
+
     // The first thread's outcome, for all threads of the team.
     METHOD Arrival of_team(const Arrival& found) const {
         if (is_first_thread()) *arrival = found;
@@ -77,9 +136,9 @@ struct SharedItemMerge {
         u32 mine = slices_for(p, item, range.first, range.end);
         Arrival found = {0, 0};
         if (is_first_thread()) {
-            u32* at = p.counters + item.index(p);
+            u64* at = p.counters + item.index(p);
             const int covered = Config::LEAVES_EACH_SPAN || range.first > 0 ? 0 : range.end - 1;  // partials that the last one of the team's covers
-            u32 add = ArrivalCount::of(range.end - range.first, covered, mine), before = count_release(at, add);
+            u64 add = ArrivalCount::of(range.end - range.first, covered, mine), before = count_release(at, add);
             if (ArrivalCount{before + add}.partials() == (u32)item.num_partials) found = on_arrival(p, item, before, add);
         }
         found = of_team(found);

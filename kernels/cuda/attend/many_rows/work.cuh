@@ -188,8 +188,8 @@ struct ItemQueueScheduler {
     }
     // One thread: the item behind those that are reserved. There is one reservation for each item that is taken, so that the last one leaves the count as it was.
     METHOD u32 reserve(const DecodeParams& p) const {
-        u32 before = count_relaxed(p.counters, 1);
-        if (before == items(p) - 1) *(volatile u32*)p.counters = 0;
+        u32 before = (u32)count_relaxed(p.counters, 1);
+        if (before == items(p) - 1) *(volatile u64*)p.counters = 0;
         return gridDim.x * Config::TEAMS + before;
     }
     METHOD void publish(u32 item) const {

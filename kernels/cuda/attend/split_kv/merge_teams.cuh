@@ -15,7 +15,7 @@ namespace attn {
 // State of the merge that all threads of the CTA use; in shared memory, because registers are short.
 struct MergeState {
     Arrival arrival;  // outcome of counting `counted`
-    u32 add;        // increment of the arrival count of `counted`
+    u64 add;          // increment of the arrival count of `counted`
     int covered;    // partials of the current work item whose merged state is kept; 0: none
     int began;      // this CTA's first partial of the current work item
     WorkItem counted;   // work item to count
@@ -28,7 +28,7 @@ struct Merge {
     u8* shared;
     MergeState* shared_state;
     CountStep count_step;
-    u32 before;  // thread 0: the count before the increment
+    u64 before;  // thread 0: the count before the increment
 
     METHOD void start(u8* memory) {
         shared = memory;
