@@ -193,13 +193,15 @@ struct ArrivalCount {
 // So many slices from the first on.
 DEVICE u32 slices_before(u32 count) { return (u32)((1ull << count) - 1); }
 // The slices that have rows.
-DEVICE u32 slices_of(const DecodeParams& p, const WorkItem& item) { return slices_before((item.rows(p) + SLICE_ROWS - 1) / SLICE_ROWS); }
+DEVICE int num_slices(const DecodeParams& p, const WorkItem& item) { return (item.rows(p) + SLICE_ROWS - 1) / SLICE_ROWS; }
+DEVICE u32 slices_of(const DecodeParams& p, const WorkItem& item) { return slices_before(num_slices(p, item)); }
 // The slices for a CTA with partials from `from` to `end`.
 DEVICE u32 slices_for(const DecodeParams& p, const WorkItem& item, int from, int end) {
     if (item.num_partials < Config::SHARED_PARTIALS && item.level != TILE_VALUES) return 0;
-    // Slice s goes with partial s * num_partials / SLICES.
-    const auto before = [&](int partial) { return slices_before((partial * SLICES + item.num_partials - 1) / item.num_partials); };
-    return before(end) & ~before(from) & slices_of(p, item);
+    // Slice s goes with partial s * num_partials / slices.
+    const int slices = num_slices(p, item);
+    const auto before = [&](int partial) { return slices_before((partial * slices + item.num_partials - 1) / item.num_partials); };
+    return before(end) & ~before(from);
 }
 
 // The outcome of an arrival.

@@ -13,23 +13,24 @@ struct MergeClaims {
     int count;
 };
 
-// The partials of rows of a work item that a warp merges at once. Each row has a group of as many lanes, which find the factors of as many of its partials; then all lanes have
-// every 32nd vector of each row.
+// The partials of some rows of a work item, which a warp merges at once. Each of the rows has a group of lanes, which find the factors of as many of its partials; every lane
+// merges its vectors of all of the rows.
 struct ItemPartials {
-    static constexpr int VECTORS = (ROW_VECTORS + 31) / 32;           // of a row, of each lane
-    static constexpr int AT_ONCE = Config::THREADS > 384 ? 8 : 16;  // that a lane loads together, where registers suffice
+    static constexpr int VECTORS = (ROW_VECTORS + 31) / 32;         // of a row, in a lane
+    static constexpr int AT_ONCE = 16;                              // that a lane loads together
     const float4* states;
     const float2* sums;
     int first, end;  // `first` covers those before it
     int row;         // of the lane's group
 
-    // As many vectors of a row as of several partials, or of several rows as of few partials, are on their way at once.
+    // Of the rows: where partials are few, loads of several rows wait together.
     METHOD int log2_rows() const { return VECTORS > 1 || end - first > 16 ? 0 : end - first > 4 ? 1 : 2; }
 };
-// Few instructions: they arrive slowly where they run seldom.
+// Merges R rows. Few instructions: they arrive slowly where they run seldom.
 template <int R> DEVICE void merge_rows_of(const ItemPartials& partials, Epilogue& epilogue) {
     constexpr int N = ItemPartials::VECTORS, LANES = 32 / R, AT_ONCE = ItemPartials::AT_ONCE / (R * (N < 3 ? N : 4));
     static_assert(LANES % AT_ONCE == 0, "a batch has the factors of one look");
+    const float4 ZERO = {};
     const int lane = lane_id();
     float m = MINUS_INFINITY, l = 0.0f;
     float2 mine;
@@ -40,7 +41,7 @@ template <int R> DEVICE void merge_rows_of(const ItemPartials& partials, Epilogu
     for (int r = 0; r < R; r++) {
         vectors[r] = __shfl_sync(~0u, partials.row, r * LANES) * ROW_VECTORS;
 #pragma unroll
-        for (int k = 0; k < N; k++) o[r][k] = {0.0f, 0.0f, 0.0f, 0.0f};
+        for (int k = 0; k < N; k++) o[r][k] = ZERO;
     }
 #pragma unroll 1
     for (int base = partials.first; base < partials.end; base += AT_ONCE) {
@@ -64,14 +65,15 @@ template <int R> DEVICE void merge_rows_of(const ItemPartials& partials, Epilogu
         __syncwarp();  // ptxas would move loads to where they are needed
 #pragma unroll
         for (int i = 0; i < AT_ONCE; i++) {
-            if (i >= count) break;
-            const int of_group = lane / LANES * LANES + place + i;
+            // Beyond the last partial a side is empty: it changes nothing. Of many, four are merged without a branch.
+            if (i % (AT_ONCE > 4 ? 4 : 1) == 0 && i >= count) break;
+            const int of_group = (R == 1 ? 0 : lane / LANES * LANES) + place + i;
             merge(l, __shfl_sync(~0u, mine.y, of_group), factors_at(w, of_group), false);
 #pragma unroll
             for (int r = 0; r < R; r++) {
                 const Factors here = factors_at(w, r * LANES + place + i);
 #pragma unroll
-                for (int k = 0; k < N; k++) merge(o[r][k], x[i][r][k], here, false);
+                for (int k = 0; k < N; k++) merge(o[r][k], i < count ? x[i][r][k] : ZERO, here, false);
             }
         }
     }
@@ -102,7 +104,7 @@ struct SharedItemMerge {
         for (; n > 0; n--) slices &= slices - 1;
         return __ffs(slices) - 1;
     }
-    // Merges these slices of an item whose partials have all arrived, some rows by each warp at once.
+    // Merges these slices of an item whose partials have all arrived.
     METHOD void merge_rows(const WorkItem& item, int first, u32 slices) const {
         constexpr int WARPS = Config::MERGE_THREADS / 32;
         const u64 partial = item.index(p) * p.max_partials * Config::ROWS;

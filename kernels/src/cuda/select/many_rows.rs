@@ -98,7 +98,8 @@ impl Shape {
         let of_sm = spans
             .saturating_mul(problem.num_kv_heads)
             .div_ceil(limits.sms.max(1));
-        // Two or three teams that share a sequence wait for each other to merge: 2048 tokens of 128 sequences, 16 rows, 27 and 31 µs.
+        // Two or three teams that share a sequence wait for each other to merge: 2048 tokens of 128 sequences, 16 rows of int4 28.7 and 29.9 µs, though of int8 26.3 and
+        // 25.2, and 24 rows of int4 34.9 and 31.8.
         let merge_late = (2..4).contains(&num_spans(longest(problem)));
         let copies = limits.shared_limit >= BULK_SHARED;
         let KvFormat { k, v, .. } = self.format;
@@ -107,8 +108,9 @@ impl Shape {
         let are_faster = match self.rows {
             17..=FEW_ROWS if self.are_bytes() => (2..=4).contains(&of_sm),
             25..=FEW_ROWS if are_half_steps => of_sm >= 2,
-            9..=16 if !self.are_bytes() && !are_half_steps => false,
-            9..=FEW_ROWS => of_sm == 2 && !merge_late,
+            9..=16 if are_half_steps => of_sm == 2 && !merge_late,
+            9..=16 if !self.are_bytes() => false,
+            9..=FEW_ROWS => of_sm == 2,
             _ => false,
         };
         are_faster && self.format.is_integer() && (copies || self.are_bytes())

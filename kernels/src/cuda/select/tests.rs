@@ -355,16 +355,18 @@ fn few_rows_are_many_where_teams_have_a_span_each() {
         }
     }
     // As many spans in sequences of 1024, 2048 and 4096 tokens.
-    for (batch, kv_len, rows, want) in [
-        (256, 1024, 16, true),
-        (128, 2048, 16, false),
-        (128, 2048, 17, true),
-        (64, 4096, 16, true),
+    for (batch, kv_len, rows, [int8, int4]) in [
+        (256, 1024, 16, [true; 2]),
+        (128, 2048, 16, [true, false]),
+        (128, 2048, 17, [true; 2]),
+        (64, 4096, 16, [true; 2]),
     ] {
         let problem = step([rows, 1, 128], vec![kv_len; batch]);
         let (layout, preferences) = (KvLayout::Pages(64), Preferences::default());
-        let taken = many_rows(&problem, KvFormat::INT8, layout, LIMITS, &preferences);
-        assert_eq!(taken.is_some(), want, "{kv_len} tokens, {rows} rows");
+        for (format, want) in [(KvFormat::INT8, int8), (KvFormat::INT4, int4)] {
+            let taken = many_rows(&problem, format, layout, LIMITS, &preferences);
+            assert_eq!(taken.is_some(), want, "{format}, {kv_len} tokens, {rows} rows");
+        }
     }
     assert_eq!(takes("int8", 33, 32), Some(8));
     assert_eq!(takes("int4", 33, 32), Some(8));
