@@ -23,8 +23,9 @@ struct ItemPartials {
     int first, end;  // `first` covers those before it
     int row;         // of the lane's group
 
-    // Of the rows: where partials are few, loads of several rows wait together.
-    METHOD int log2_rows() const { return VECTORS > 1 || end - first > 16 ? 0 : end - first > 4 ? 1 : 2; }
+    // Of the rows: where partials are few, loads of several rows wait together. Warps that multiply for themselves lack the registers.
+    static constexpr bool IS_ONE_ROW = VECTORS > 1 || !ATTN_BULK;
+    METHOD int log2_rows() const { return IS_ONE_ROW || end - first > 16 ? 0 : end - first > 4 ? 1 : 2; }
 };
 // Merges R rows. Few instructions: they arrive slowly where they run seldom.
 template <int R> DEVICE void merge_rows_of(const ItemPartials& partials, Epilogue& epilogue) {
@@ -84,8 +85,8 @@ template <int R> DEVICE void merge_rows_of(const ItemPartials& partials, Epilogu
 // `epilogue`: that of the row of the lane's group. Not inlined: it is long and rare. Arguments by value: references would be reloaded from global memory.
 static __device__ __noinline__ void merge_item_rows(ItemPartials partials, Epilogue epilogue) {
     switch (partials.log2_rows()) {
-    case 2: return merge_rows_of<(ItemPartials::VECTORS == 1 ? 4 : 1)>(partials, epilogue);
-    case 1: return merge_rows_of<(ItemPartials::VECTORS == 1 ? 2 : 1)>(partials, epilogue);
+    case 2: return merge_rows_of<(ItemPartials::IS_ONE_ROW ? 1 : 4)>(partials, epilogue);
+    case 1: return merge_rows_of<(ItemPartials::IS_ONE_ROW ? 1 : 2)>(partials, epilogue);
     default: merge_rows_of<1>(partials, epilogue);
     }
 }
