@@ -369,23 +369,8 @@ impl Appender {
         };
         let scales = self.tensor_scales[layer].iter().flatten();
         table.extend(scales.map(|x| x.to_bits()));
-        let params = params.words();
-        let params = bytemuck::cast_slice(&params);
-        let uniform = gpu.filled("attn append", params, BufferUsages::UNIFORM)?;
-        let table = bytemuck::cast_slice(&table);
-        let tables = gpu.filled("attn append jobs", table, BufferUsages::STORAGE)?;
-        let group = gpu.guarded("binding an append", || {
-            let own = [&uniform, &tables].into_iter();
-            let own = own.map(wgpu::Buffer::as_entire_buffer_binding);
-            let given = own.chain(sources.iter().cloned());
-            let buffers = (0..).zip(given).chain(pool.bindings());
-            pipeline::bind(gpu, &pipeline, buffers)
-        })?;
-        Ok(Launch {
-            pipeline,
-            group,
-            grid: [grid_x as u32, grid_y as u32, 2],
-        })
+        let grid = [grid_x as u32, grid_y as u32, 2];
+        bound(pool, pipeline, &params.words(), &table, sources, grid)
     }
 
     /// The dispatch that makes the second centres of K of sequences whose first tiles lie in a layer's pool.
@@ -411,23 +396,34 @@ impl Appender {
             round_down: ROUND,
             zero: 0,
         };
-        let params = params.words();
-        let params = bytemuck::cast_slice(&params);
-        let uniform = gpu.filled("attn centres", params, BufferUsages::UNIFORM)?;
-        let table = bytemuck::cast_slice(&table);
-        let tables = gpu.filled("attn first tiles", table, BufferUsages::STORAGE)?;
-        let group = gpu.guarded("binding first tiles", || {
-            let own = [&uniform, &tables].into_iter();
-            let own = own.map(wgpu::Buffer::as_entire_buffer_binding);
-            let buffers = (0..).zip(own).chain(pool.bindings());
-            pipeline::bind(gpu, &pipeline, buffers)
-        })?;
-        Ok(Launch {
-            pipeline,
-            group,
-            grid: [grid_x as u32, grid_y as u32, 1],
-        })
+        let grid = [grid_x as u32, grid_y as u32, 1];
+        bound(pool, pipeline, &params.words(), &table, &[], grid)
     }
+}
+
+/// A dispatch over a pool: its parameters, its table and the caller's buffers are bound ahead of the pool's.
+fn bound(
+    pool: &Pool,
+    pipeline: Pipeline,
+    params: &[u32],
+    table: &[u32],
+    sources: &[wgpu::BufferBinding<'_>],
+    grid: [u32; 3],
+) -> Result<Launch, Error> {
+    let gpu = &pool.gpu;
+    let filled = |name, words: &[u32], usage| gpu.filled(name, bytemuck::cast_slice(words), usage);
+    let params = filled("attn append parameters", params, BufferUsages::UNIFORM)?;
+    let table = filled("attn append table", table, BufferUsages::STORAGE)?;
+    let group = gpu.guarded("binding an append", || {
+        let own = [&params, &table].map(wgpu::Buffer::as_entire_buffer_binding);
+        let given = own.into_iter().chain(sources.iter().cloned());
+        pipeline::bind(gpu, &pipeline, (0..).zip(given).chain(pool.bindings()))
+    })?;
+    Ok(Launch {
+        pipeline,
+        group,
+        grid,
+    })
 }
 
 /// Refuses writes by which the append kernel, which checks nothing, would leave the pool, its centres or the sources.

@@ -365,7 +365,11 @@ fn few_rows_are_many_where_teams_have_a_span_each() {
         let (layout, preferences) = (KvLayout::Pages(64), Preferences::default());
         for (format, want) in [(KvFormat::INT8, int8), (KvFormat::INT4, int4)] {
             let taken = many_rows(&problem, format, layout, LIMITS, &preferences);
-            assert_eq!(taken.is_some(), want, "{format}, {kv_len} tokens, {rows} rows");
+            assert_eq!(
+                taken.is_some(),
+                want,
+                "{format}, {kv_len} tokens, {rows} rows"
+            );
         }
     }
     assert_eq!(takes("int8", 33, 32), Some(8));
