@@ -1,7 +1,7 @@
 // Merging two states, and the epilogue: from a merged state to out and lse.
 #pragma once
 #include "attend/query_blocks.cuh"
-#include "attend/rotation.cuh"
+#include "page/rotation.cuh"
 #include "common/arithmetic.cuh"
 #include "common/dtype.cuh"
 

@@ -1,7 +1,7 @@
 // Query rows: where they lie, which tokens they see, and their elements, four lanes to a row (sections 2 and 3 of docs/arithmetic.md).
 #pragma once
 #include "attend/query_blocks.cuh"
-#include "attend/rotation.cuh"
+#include "page/rotation.cuh"
 #include "common/arithmetic.cuh"
 #include "common/dtype.cuh"
 

@@ -227,7 +227,7 @@ template <class Side, bool COLUMNS> struct StoredToken {
         }
         turn_back<PAIRED, ROTATED_BLOCK>(x);
     }
-    // As `Token::rotate<true>`: one bit of the dims after another, those from BEGIN to END. x[j] has a panel's dims, or pairs of them.
+    // As `rotate_back`: one bit of the dims after another, those from BEGIN to END. x[j] has a panel's dims, or pairs of them.
     template <int BEGIN, int END, class T, int N> METHOD void turn_back(T (&x)[LANE_PANELS][N]) const {
         constexpr int IN_ONE = 16 / N;
 #pragma unroll

@@ -6,6 +6,7 @@
 #pragma once
 #include "common/ptx.cuh"
 #include "page/instance.cuh"
+#include "page/rotation.cuh"
 
 namespace attn {
 
@@ -192,60 +193,6 @@ template <class Side, bool COLUMNS> struct Token {
         return dtype == 1 ? half_float(half) : bits_float(half << 16);
     }
 
-    // Multiplies blocks of the row by the Hadamard matrix and by 2^-a (docs/arithmetic.md, section 2), one bit of the dims after another: to the
-    // row that is stored, or back.
-    template <bool BACK> METHOD void rotate(int lane) {
-        // Which bits of a dim are those of k, of the lane, and of i: see `dim`.
-        constexpr int K_LOW = !COLUMNS ? 0 : 3, K_BITS = UNIT == 4 ? 2 : UNIT == 2 ? 1 : 0;
-#pragma unroll
-        for (int bit = 0; 1 << bit < Side::ROTATED_BLOCK; bit++) {
-            if (bit >= K_LOW && bit < K_LOW + K_BITS) {
-                int k_bit = 1 << bit - K_LOW;
-#pragma unroll
-                for (int i = 0; i < EACH; i++)
-#pragma unroll
-                    for (int k = 0; k < UNIT; k++)
-                        if (!(k & k_bit)) butterfly(x[i][k], x[i][(k | k_bit) % UNIT]);
-                continue;
-            }
-            int of_unit = bit < K_LOW ? bit : bit - K_BITS;  // the bit of a unit's number
-            if (of_unit < 5) {
-                bool is_high = lane >> of_unit & 1;
-#pragma unroll
-                for (int i = 0; i < EACH; i++)
-#pragma unroll
-                    for (int k = 0; k < UNIT; k++) {
-                        float own = x[i][k], other = __shfl_xor_sync(~0u, own, 1 << of_unit);
-                        x[i][k] = is_high ? other - own : own + other;
-                    }
-            } else {
-                int i_bit = 1 << of_unit - 5;
-#pragma unroll
-                for (int i = 0; i < EACH; i++)
-#pragma unroll
-                    for (int k = 0; k < UNIT; k++)
-                        if (!(i & i_bit)) butterfly(x[i][k], x[(i | i_bit) % EACH][k]);
-            }
-        }
-        constexpr float factor = 1.0f / (1 << (BACK ? Side::BACK_HALVINGS : Side::STORED_HALVINGS));
-#pragma unroll
-        for (int i = 0; i < EACH; i++)
-#pragma unroll
-            for (int k = 0; k < UNIT; k++) {
-                x[i][k] = x[i][k] * factor;
-                // Lanes past the last unit repeat it.
-                if (UNITS % 32 && i == EACH - 1) {
-                    float last = __shfl_sync(~0u, x[i][k], (UNITS - 1) % 32);
-                    if (32 * i + lane >= UNITS) x[i][k] = last;
-                }
-            }
-    }
-    static METHOD void butterfly(float& a, float& b) {
-        float sum = a + b;
-        b = a - b;
-        a = sum;
-    }
-
     // Replaces each unit's value by the reduction over all units of its group.
     template <class T, class Reduce> static METHOD void over_groups(T (&v)[EACH], T none, int lane, Reduce reduce) {
         T mine[EACH];
@@ -306,7 +253,16 @@ template <class Side, bool COLUMNS> struct Token {
     }
     // Turns `x` into the row to store, where the scheme is rotated.
     METHOD void to_stored(int lane) {
-        if constexpr (is_rotated(SCHEME)) rotate<false>(lane);
+        if constexpr (is_rotated(SCHEME)) {
+            rotate_stored<Side, 32, (COLUMNS ? 3 : 0)>(x, lane);
+            // Lanes past the last unit repeat it.
+            if constexpr (UNITS % 32 != 0)
+#pragma unroll
+                for (int k = 0; k < UNIT; k++) {
+                    const float last = __shfl_sync(~0u, x[EACH - 1][k], (UNITS - 1) % 32);
+                    if (32 * (EACH - 1) + lane >= UNITS) x[EACH - 1][k] = last;
+                }
+        }
     }
     // Takes a centre off the row to store; `makes`: the row is the centre's own, which is stored, too. Lanes past the last unit do what that one's does.
     METHOD void take_off(u16* centre, bool makes, int lane) {
